@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.learning.same", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipe", default=RECIPE)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[*WAYS][:-1], help="the last: of full training")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=[*WAYS][:-1], help="the last: of full training"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add_options(parser)
     parser.add_argument("--reward", action="append", default=[], help="as `flowfleet up` takes it; repeatable")

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ class Monolith:
         part = spec.rollout
         experts, quantization = self._adapter.experts, model_spec(spec).quantization
         self._rollout_device = rollout_device
-        with _current(rollout_device):
+        with devices.bound(rollout_device):
             acceleration.accelerate(experts, compile=part.compile, quantization=quantization)
             if self.engine.is_lora:
                 lora.install_lora(experts, lora_spec(spec))
@@ -154,13 +153,13 @@ class Monolith:
         """From device to device."""
         if self.engine.is_lora:
             lora.load_adapter(self._adapter.experts, dict(self.engine.full_tensors()))
-            with _current(self._rollout_device):
+            with devices.bound(self._rollout_device):
                 acceleration.merge(self._adapter.experts)
             return
         copy = weights.copy_into(weights.full_parameters(self._adapter.experts))
         for name, value in self.engine.full_tensors():
             copy(name, value)
-        with _current(self._rollout_device):
+        with devices.bound(self._rollout_device):
             acceleration.refresh(self._adapter.experts)
 
     def _request(self, step: int, groups: Sequence[int]) -> GenerationRequest:
@@ -294,14 +293,6 @@ def run_in_one_process(spec: JobSpec, num_steps: int) -> Rows:
 
 def _told(step: int, seconds: float) -> None:
     print(f"in one process, step {step}: {seconds:.1f} s", file=sys.stderr, flush=True)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels of Triton start on the thread's current device: inside, this one."""
-    if device.index is None:
-        return nullcontext()
-    current: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return current
 
 
 def _evaluator(reward: str, num_threads: int) -> Evaluator[Any] | ProcessPool:

@@ -520,7 +520,8 @@ class TrainerPart(Part):
     """How the backward multiplies by an fp8 base (`model.base`). bf16 is slower and closer to the exact gradient."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: large linears of the transformer's blocks compute in float8 (e4m3, a scale a row), in the forward and for
-    the gradients of their inputs. Weights, their gradients and the optimizer stay as they are. `mode = "full"` only."""
+    the gradients of their inputs. Weights, their gradients and the optimizer stay as they are, and experts of a mixture
+    compute in `model.dtype`. `mode = "full"` only."""
     compile: bool = False
     """Compile the transformer's blocks; the first update of a shape waits for it."""
     deterministic: bool = False

@@ -82,10 +82,11 @@ def _other_numerics(job: JobSpec) -> Iterator[str]:
     for name, usual in (("quantization", trained), ("adapter", "separate")):
         if (value := getattr(rollout, name)) != usual:
             where = f' with trainer.quantization = "{trained}"' if usual == "fp8" else ""
+            same = 'rollout.quantization = "fp8", ' if usual == "fp8" else ""
             yield (
                 f'rollout.{name} = "{value}"{where} samples another policy than the one whose ratio algorithm.loss = '
-                f"{job.loss.name} limits: set algorithm.correction.mode or rollout.max_log_prob_gap, or choose a loss "
-                f"that takes samples of any sampler: {losses.names(kind='matching')}"
+                f"{job.loss.name} limits: set {same}algorithm.correction.mode or rollout.max_log_prob_gap, or choose a "
+                f"loss that takes samples of any sampler: {losses.names(kind='matching')}"
             )
 
 

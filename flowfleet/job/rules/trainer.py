@@ -61,9 +61,9 @@ def batches(job: JobSpec) -> Iterator[str]:
     other = job.rollout.compile or job.rollout.quantization != part.quantization
     if part.deterministic and job.loss.kind == "policy" and other:
         yield (
-            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantized ones do "
-            f'not allow: set rollout.compile = false and rollout.quantization = "{part.quantization}", or '
-            "trainer.deterministic = false"
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks and another "
+            f'quantization do not allow: set rollout.compile = false and rollout.quantization = "{part.quantization}", '
+            "or trainer.deterministic = false"
         )
 
 

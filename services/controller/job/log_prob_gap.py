@@ -35,8 +35,8 @@ def reason(spec: JobSpec, trained: Trained) -> str:
 
 def _remedies(spec: JobSpec) -> Iterator[str]:
     """Settings that make the gap smaller, or that bear it."""
-    if spec.rollout.quantization != "none":
-        yield 'rollout.quantization = "none"'
+    if spec.rollout.quantization != spec.trainer.quantization:
+        yield f'rollout.quantization = "{spec.trainer.quantization}"'
     if spec.rollout.adapter != "separate":
         yield 'rollout.adapter = "separate"'
     if spec.model.base != "plain":

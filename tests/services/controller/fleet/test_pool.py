@@ -1,0 +1,74 @@
+"""Which replicas a job is lent while its trainer updates."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.job.spec import parse_job
+from flowfleet.redis.client import connect
+from services.controller.fleet.pool import RolloutPool
+from services.controller.fleet.watch import FleetWatch
+from tests.services.controller.fleet.test_replicas import record
+from tests.services.controller.scripted import ScriptedReward, ScriptedTrainer, scripted_fleet
+
+
+def job_of(folder: Path, samples: str = "no") -> dict[str, Any]:
+    (folder / "train.txt").write_text("a\nb\n")
+    return {
+        "name": "pool",
+        "model": {"path": str(folder / "m")},
+        "data": {"train": str(folder / "train.txt")},
+        "rewards": {"ocr": {}},
+        "rollout": {"prompts_per_step": 2, "group_size": 2},
+        "trainer": {"mode": "lora", "samples": samples},
+        "schedule": {"steps": 2, "max_staleness": 0 if samples == "only" else 1},
+    }
+
+
+@pytest.mark.parametrize(("samples", "waits"), [("idle", True), ("only", False)])
+@pytest.mark.anyio
+async def test_a_rank_next_to_rollouts_is_lent_again_when_the_update_has_ended(
+    samples: str, waits: bool, redis_url: str, tmp_path: Path
+) -> None:
+    spec, redis = parse_job(job_of(tmp_path, samples)), connect(redis_url)
+    watch = FleetWatch(redis)
+    pool = RolloutPool(watch, "job", spec)
+    watch.fleet.update([record("rank", pool=spec.trainer_pool)])
+
+    async def lent() -> str:
+        async with pool.replica(3, 3, 16) as replica:
+            return replica.replica_id
+
+    async def lent_soon() -> None:
+        assert await asyncio.wait_for(asyncio.shield(asked), 5) == "rank"
+
+    with pool.updating():
+        asked = asyncio.create_task(lent())
+        await asyncio.sleep(0.1)
+        assert asked.done() is not waits
+    await lent_soon()
+    assert watch.fleet.updating == set()
+    await redis.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, train = list[set[str]](), ScriptedTrainer.TrainStep
+
+    async def watched(self: ScriptedTrainer, request: Any, context: Any) -> Any:
+        seen.append({*running.runner._fleet.fleet.updating})
+        return await train(self, request, context)
+
+    monkeypatch.setattr(ScriptedTrainer, "TrainStep", watched)
+    rewards = {"ocr": ScriptedReward(lambda sample: len(sample.prompt))}
+    async with scripted_fleet(redis_url, tmp_path / "state", rewards) as running:
+        job = await running.run(job_of(tmp_path))
+        assert seen
+        assert all(jobs == {job.id} for jobs in seen)
+        assert running.runner._fleet.fleet.updating == set()
