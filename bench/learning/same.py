@@ -35,9 +35,10 @@ WAYS: dict[str, tuple[str, ...]] = {
     "fp8": ("model.base=fp8",),
     "merged": ("rollout.adapter=merged",),
     "flash": ("rollout.tail_steps=2",),
-    "fp8 update": ("trainer.quantization=fp8",),
 }
-"""What each way changes in the recipe."""
+"""What each way changes in a recipe that trains an adapter."""
+FULL_WAYS: dict[str, tuple[str, ...]] = {"fp8 update": ("trainer.quantization=fp8",)}
+"""In one that trains all weights."""
 COMMON = ("model.dtype=bfloat16", "trainer.deterministic=false", "schedule.validate_every=3")
 MIN_SIZE = "64"
 RECIPE = "tiny_ocr"
@@ -69,7 +70,9 @@ def main() -> int:
 def plan(recipe: str, ways: Sequence[str], seeds: Sequence[int], directory: Path) -> list[Run]:
     """All runs, seed after seed, so that an early end leaves whole pairs."""
     return [
-        Run(recipe, seed, directory / way / f"{recipe}-{seed}", (*COMMON, *WAYS[way])) for seed in seeds for way in ways
+        Run(recipe, seed, directory / way / f"{recipe}-{seed}", (*COMMON, *(WAYS | FULL_WAYS)[way]))
+        for seed in seeds
+        for way in ways
     ]
 
 

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from bench.learning.results import Result
-from bench.learning.same import WAYS, plan, same_table
+from bench.learning.same import FULL_WAYS, WAYS, plan, same_table
 from flowfleet.job.files import prepare_job
 
 
@@ -23,9 +25,10 @@ def test_differences_are_of_the_same_seeds() -> None:
     assert "-0.100 | no | +0.500 |" in merged
 
 
-def test_every_way_is_a_job_of_the_recipe(tmp_path: Path) -> None:
-    runs = plan("tiny_ocr", list(WAYS), [1, 2], tmp_path)
-    assert [run.directory.parent.name for run in runs[: len(WAYS)]] == list(WAYS)
+@pytest.mark.parametrize(("recipe", "ways"), [("tiny_ocr", WAYS), ("tiny_ocr_full", FULL_WAYS)])
+def test_every_way_is_a_job_of_the_recipe(recipe: str, ways: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    runs = plan(recipe, list(ways), [1, 2], tmp_path)
+    assert [run.directory.parent.name for run in runs[: len(ways)]] == list(ways)
     for run in runs:
-        spec = prepare_job(Path("recipes/tiny_ocr.toml"), run.changes, same_machine=True)
+        spec = prepare_job(Path(f"recipes/{recipe}.toml"), run.changes, same_machine=True)
         assert spec.model.dtype == "bfloat16"
