@@ -10,7 +10,8 @@
     ├── Full              no room: memory or disk has to be freed first
     ├── Unavailable       try again: the other side is down, draining or starting
     ├── OtherFormat       another version wrote it; the message says which one reads it
-    └── DataLoss          bytes are not what was written (size, checksum, malformed)
+    ├── DataLoss          bytes are not what was written (size, checksum, malformed)
+    └── Broken            a part of the service failed for good: it answers so, and ends
 
 A message says what to change. It may travel to the caller; a message of any other exception never does.
 """
@@ -68,6 +69,10 @@ class DataLoss(FlowfleetError):
     """Bytes are not what was written."""
 
 
+class Broken(FlowfleetError):
+    """A part of the service failed for good: it answers so, and ends."""
+
+
 T = TypeVar("T")
 
 _GRPC_CODES: Mapping[type[BaseException], grpc.StatusCode] = {
@@ -84,6 +89,7 @@ _GRPC_CODES: Mapping[type[BaseException], grpc.StatusCode] = {
     TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
     OtherFormat: grpc.StatusCode.UNIMPLEMENTED,
     DataLoss: grpc.StatusCode.DATA_LOSS,
+    Broken: grpc.StatusCode.INTERNAL,
 }
 
 _HTTP_STATUS: Mapping[type[BaseException], int] = {
@@ -101,6 +107,7 @@ _HTTP_STATUS: Mapping[type[BaseException], int] = {
     TimeoutError: 504,
     OtherFormat: 501,
     DataLoss: 500,
+    Broken: 500,
 }
 
 

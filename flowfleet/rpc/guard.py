@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from redis.exceptions import RedisError
 
-from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
+from flowfleet.errors import FlowfleetError, InvalidRequest, Unavailable, grpc_code
 from flowfleet.process import service
 from flowfleet.redis.trouble import trouble
 from flowfleet.rpc import kinds, tls
@@ -162,7 +162,7 @@ async def _abort(error: Exception, context: Any, method: str) -> None:
     if isinstance(error, RedisError) and (reason := trouble(error)):
         error = Unavailable(reason)
     code = grpc_code(error)
-    if code is grpc.StatusCode.INTERNAL:
+    if code is grpc.StatusCode.INTERNAL and not isinstance(error, FlowfleetError):
         log.error("%s failed", method, exc_info=error)
         await context.abort(code, f"{method} failed inside the service; its log has the reason")
     message = _shortened(str(error)) or code.name

@@ -23,6 +23,7 @@ from flowfleet import errors
         (redis.BusyLoadingError("x"), grpc.StatusCode.UNAVAILABLE, 503),
         (TimeoutError(), grpc.StatusCode.DEADLINE_EXCEEDED, 504),
         (errors.DataLoss("x"), grpc.StatusCode.DATA_LOSS, 500),
+        (errors.Broken("x"), grpc.StatusCode.INTERNAL, 500),
         (KeyError("x"), grpc.StatusCode.INTERNAL, 500),
         (errors.FlowfleetError("x"), grpc.StatusCode.INTERNAL, 500),
     ],

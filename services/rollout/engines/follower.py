@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +29,7 @@ from services.rollout.engines.followers import (
     HOST,
     TIMEOUT,
     Answer,
+    Failed,
     Forward,
     Install,
     Load,
@@ -45,13 +46,13 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Does what rank 0 orders until it closes the pipe or is gone."""
+    """Does what rank 0 orders until it orders nothing more or is gone."""
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):  # it died before we asked
         sys.exit(1)
     keep_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then closes the pipe
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then ends this process
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         settings: Settings = pipe.recv()
@@ -61,13 +62,17 @@ def main() -> None:
         device = torch.device(settings.device)
         engine = FollowerEngine(device, size=settings.size, max_batch=settings.max_batch, threads=settings.threads)
         engine.begin(lambda: sequence_parallel.meet(store, settings.rank, settings.size, device, TIMEOUT))
-        while True:
-            engine.obey(pipe.recv(), pipe.send)
+        while (order := pipe.recv()) is not None:
+            engine.obey(order, pipe.send)
     except (EOFError, ConnectionError):
-        _end(0)
-    except Exception:
+        pass
+    except Exception as error:
         log.exception("a follower failed")
-        _end(1)
+        with suppress(EOFError, OSError):
+            pipe.send(Failed(f"{type(error).__name__}: {error}"))
+            while pipe.recv() is not None:
+                pass
+    _end()
 
 
 class FollowerEngine(SplitEngine):
@@ -129,10 +134,10 @@ class FollowerEngine(SplitEngine):
         return adapter
 
 
-def _end(code: int) -> None:
+def _end() -> None:
     """At once: what the group would do at its end waits for ranks that may be gone."""
     logging.shutdown()
-    os._exit(code)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ A follower holds the transformers and does what rank 0 orders, in order: loads, 
 that rank 0 runs. It decides nothing, so that all ranks are always alike. Orders come by a pipe, which may be silent for
 as long as nothing is to be done, and pickles what these processes alone write; tensors come by the group's collectives.
 
-Whatever fails outside a collective is answered. A rank that fails inside one, or dies, leaves the others waiting:
-then the replica ends as a whole and is restarted by what supervises it.
+Whatever fails outside a collective is answered. A rank that fails inside one leaves the others waiting. Then the
+replica answers its caller and ends as a whole; what supervises it starts it again. It ends at once when a rank dies.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -98,8 +100,17 @@ Answer = tuple[type[Exception], str] | None
 """What failed, by a type that rank 0 can raise."""
 
 
+@dataclass(frozen=True)
+class Failed:
+    """Last words of a follower that failed inside a collective. It waits for its end: leaving would break the
+    collective on the other ranks, whose errors would hide its own."""
+
+    why: str
+
+
 class Followers:
-    """The processes of ranks 1 to `size` - 1. `on_lost` ends this process.
+    """The processes of ranks 1 to `size` - 1. `on_failed` is told why a follower can do nothing more; `on_died` is
+    called when one has ended. Both are called from threads of their own.
 
     Make it in the thread that lives as long as the process, with whose end followers end too.
     """
@@ -111,13 +122,15 @@ class Followers:
         *,
         max_batch: int,
         threads: int | None,
-        on_lost: Callable[[], None],
+        on_failed: Callable[[str], None],
+        on_died: Callable[[], None],
     ) -> None:
         self._device, self._size = device, size
-        self._lost = on_lost
+        self._on_failed, self._on_died = on_failed, on_died
         self._closing = False
         self._store = TransferStore(HOST, TIMEOUT.total_seconds())
         self._pipes: list[Connection[Any, Any]] = []
+        self._answers: list[queue.SimpleQueue[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         level = logging.getLogger().level
         for rank in range(1, size):
@@ -135,23 +148,19 @@ class Followers:
     def answers(self) -> Exception | None:
         """Waits for all; returns one failure."""
         failures = list[Exception]()
-        for rank, pipe in enumerate(self._pipes, 1):
-            answer: Answer = pipe.recv()
+        for rank, answers in enumerate(self._answers, 1):
+            answer = answers.get()
             if answer is not None:
                 kind, text = answer
                 failures.append(kind(f"rank {rank} of this replica: {text}"))
         return failures[0] if failures else None
 
-    def lost(self, why: str, *given: object) -> None:
-        """Ends the replica, whose ranks cannot be brought together again."""
-        log.error(f"{why}; the replica ends", *given)
-        self._lost()
-
     def close(self) -> None:
         """Ends the followers once they have done what they were ordered."""
         self._closing = True
         for pipe in self._pipes:
-            pipe.close()
+            with suppress(OSError):
+                pipe.send(None)
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -165,15 +174,32 @@ class Followers:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         ours.send(settings)
+        answers = queue.SimpleQueue[Answer]()
         self._pipes.append(ours)
+        self._answers.append(answers)
         self._processes.append(process)
-        threading.Thread(target=self._watch, args=(settings.rank, process), name="follower", daemon=True).start()
+        given = (settings.rank, process, ours, answers)
+        threading.Thread(target=self._listen, args=given, name="follower", daemon=True).start()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _listen(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        pipe: Connection[Any, Any],
+        answers: queue.SimpleQueue[Answer],
+    ) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                said: Answer | Failed = pipe.recv()
+                if isinstance(said, Failed):
+                    self._on_failed(f"rank {rank} of this replica: {said.why}")
+                else:
+                    answers.put(said)
         code = process.wait()
         if not self._closing:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self.lost("rank %d of this replica ended with %s", rank, how)
+            log.error("rank %d of this replica ended with %s; the replica ends", rank, how)
+            self._on_died()
 
 
 def require_devices(device: torch.device, size: int) -> None:

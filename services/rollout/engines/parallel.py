@@ -3,20 +3,26 @@
 This process is rank 0: it serves, encodes, samples and decodes as with one device. Only the transformers' forwards are
 split (sequence_parallel.py), so each of them is announced to the followers (followers.py), which run it too. Weights
 come to rank 0 as always; it hands them on and every rank verifies them.
+
+A rank that fails in a forward leaves the others waiting inside it. Then the call that runs is answered with the error,
+everything else is refused, and the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flowfleet.errors import Broken, Unavailable
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
 from flowfleet.process.pulse import Pulse
@@ -38,6 +44,13 @@ from services.rollout.engines.followers import (
 )
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler
+
+_ANSWER_S: Final = 1.0
+"""Time for the answer to leave before the process ends."""
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SplitEngine(DiffusersEngine):
@@ -76,7 +89,7 @@ class SplitEngine(DiffusersEngine):
 
 
 class ParallelEngine(SplitEngine):
-    """Rank 0 of `size`. `on_lost` ends the process, when its ranks cannot be brought together again."""
+    """Rank 0 of `size`. `on_lost` ends the process when its ranks cannot be brought together again."""
 
     def __init__(
         self,
@@ -90,12 +103,51 @@ class ParallelEngine(SplitEngine):
     ) -> None:
         require_devices(device, size)
         super().__init__(device, size=size, max_batch=max_batch, threads=threads, pulse=pulse)
-        self._followers = Followers(device, size, max_batch=max_batch, threads=threads, on_lost=on_lost)
+        self._on_lost = on_lost
+        self._failure = ""
+        """Why the ranks are lost, once they are."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lost = asyncio.Event()
+        self._followers = Followers(
+            device, size, max_batch=max_batch, threads=threads, on_failed=self._lose, on_died=on_lost
+        )
         self._in_forward = self._without_lora = self._full_precision = False
+
+    @property
+    def is_stuck(self) -> bool:
+        return super().is_stuck or bool(self._failure)
 
     async def close(self) -> None:
         await super().close()
         await asyncio.to_thread(self._followers.close)
+
+    def _run(
+        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Is answered also while the engine's thread waits for ranks that are lost."""
+        if self._failure:
+            raise self._refusal()
+        self._loop = asyncio.get_running_loop()
+        began = threading.Event()
+
+        def unless_lost() -> T:
+            if self._failure:
+                raise self._refusal()
+            began.set()
+            return function(*args, **kwargs)
+
+        return asyncio.ensure_future(self._unless_lost(super()._run(work, unless_lost), began))
+
+    async def _unless_lost(self, running: asyncio.Future[T], began: threading.Event) -> T:
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            raise Broken(self._failure) if began.is_set() else self._refusal()
+        finally:
+            running.cancel()
+            lost.cancel()
 
     def _load(self, model: ModelSpec) -> None:
         if self._mesh is None:
@@ -139,7 +191,7 @@ class ParallelEngine(SplitEngine):
             return super()._sample(request, encoded, rows, checkpoint)
         except BaseException as error:
             if self._in_forward:
-                self._followers.lost("a forward failed on rank 0: %r", error)
+                self._fail("a forward failed on rank 0 of this replica", error)
             raise
 
     @contextmanager
@@ -161,8 +213,27 @@ class ParallelEngine(SplitEngine):
         try:
             broadcast([*self._live_weights().values()])
         except BaseException as error:
-            self._followers.lost("weights could not be handed to the other ranks: %r", error)
-            raise
+            self._fail("weights could not be handed to the other ranks of this replica", error)
+
+    def _fail(self, what: str, error: BaseException) -> NoReturn:
+        why = f"{what}: {type(error).__name__}: {error}"
+        self._lose(why, error)
+        raise Broken(why) from error
+
+    def _lose(self, why: str, error: BaseException | None = None) -> None:
+        """Answers the call that runs with `why`, refuses all others and ends the process. For any thread."""
+        if self._failure:
+            return
+        self._failure = why
+        log.error("%s; the replica ends", why, exc_info=error)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._lost.set)
+        end = threading.Timer(_ANSWER_S, self._on_lost)
+        end.daemon = True
+        end.start()
+
+    def _refusal(self) -> Unavailable:
+        return Unavailable(f"this replica ends, call another: {self._failure}")
 
     def _announce(
         self, component: str, expert: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]

@@ -122,6 +122,7 @@ async def describe_error(error: Exception) -> grpc.aio.AioRpcError:
         (errors.Conflict("expected step 3"), grpc.StatusCode.FAILED_PRECONDITION),
         (errors.TooLarge("over 64 MiB"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.DataLoss("SHA-256 differs"), grpc.StatusCode.DATA_LOSS),
+        (errors.Broken("rank 1: out of memory"), grpc.StatusCode.INTERNAL),
         (TimeoutError("took too long"), grpc.StatusCode.DEADLINE_EXCEEDED),
     ],
 )

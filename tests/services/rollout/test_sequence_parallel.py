@@ -182,6 +182,42 @@ async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: 
     assert "; the replica ends" in process.log.read_text()
 
 
+OUT_OF_MEMORY = """
+import sys
+
+import torch
+from diffusers import WanTransformer3DModel
+
+
+def forward(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory: 20 GiB")
+
+
+if ("services.rollout.engines.follower" in sys.orig_argv) == {in_follower}:
+    WanTransformer3DModel.forward = forward
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.anyio
+async def test_a_forward_that_fails_is_answered_with_its_error_before_the_replica_ends(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The call that waits behind it is to be sent elsewhere."""
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.format(in_follower=rank == 1))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    process = replica(tmp_path / "replica", redis_url, 2)
+    async with Client(process.address, redis_url) as client:
+        await client.publish_adapter("job", 0, RECIPE, SPEC, seed=1)
+        calls = [client.refusal(client.generate(request("job", 0))) for _ in range(2)]
+        found = dict(await asyncio.gather(*calls))
+        assert found.keys() == {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE}
+        error = f"rank {rank} of this replica: OutOfMemoryError: CUDA out of memory: 20 GiB"
+        assert found[grpc.StatusCode.INTERNAL].endswith(error)
+    assert await asyncio.to_thread(process.wait) == 1
+    assert "; the replica ends" in process.log.read_text()
+
+
 def test_a_replica_that_is_killed_takes_its_followers_with_it(tmp_path: Path, redis_url: str) -> None:
     process = replica(tmp_path / "replica", redis_url, 2)
     (follower,) = followers(process)
