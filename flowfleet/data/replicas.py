@@ -126,6 +126,8 @@ class ReplicaRecord:
     device: str = ""
     device_id: str = ""
     """Id of the accelerator, the same in every process; empty on the CPU."""
+    num_devices: int = 1
+    """Devices that share each sample, from `device` on."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -838,6 +838,7 @@ class RolloutStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    NUM_DEVICES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     incarnation: _builtins.str
     """new at every process start"""
@@ -857,6 +858,8 @@ class RolloutStatus(_message.Message):
     """of the physical accelerator, the same in every process; empty on the CPU"""
     evaluated: _builtins.bool
     """which weights of `policy_version` it serves, as in PublishWeightsRequest"""
+    num_devices: _builtins.int
+    """that share each sample, from `device` on; 0 from an older replica means 1"""
     def __init__(
         self,
         *,
@@ -872,10 +875,11 @@ class RolloutStatus(_message.Message):
         device: _builtins.str = ...,
         device_id: _builtins.str = ...,
         evaluated: _builtins.bool = ...,
+        num_devices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "evaluated", b"evaluated", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "evaluated", b"evaluated", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "num_devices", b"num_devices", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

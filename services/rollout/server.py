@@ -134,6 +134,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             samples_total=self._samples_total,
             device=str(self._engine.device),
             device_id=self._device_id,
+            num_devices=self._engine.num_devices,
         )
 
     async def GetStatus(self, request: rollout_pb2.GetRolloutStatusRequest, context: Any) -> rollout_pb2.RolloutStatus:
@@ -151,6 +152,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             engine=self._engine.name,
             device=str(self._engine.device),
             device_id=self._device_id,
+            num_devices=self._engine.num_devices,
         )
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:

@@ -47,8 +47,11 @@ class Replica:
     outstanding: int = 0
     samples_total: int = 0
     device: str = ""
+    """With the number of devices where several share each sample: "cuda:0 ×4"."""
     device_id: str = ""
     """Id of the accelerator, the same in every process; empty on the CPU."""
+    num_devices: int = 1
+    """Devices that share each sample."""
     missed: int = 0
     """Times in a row that it was asked and did not answer."""
     doubted: bool = False
@@ -119,8 +122,9 @@ class Fleet:
                 evaluated=status.evaluated,
                 digest=status.weights_digest,
                 samples_total=status.samples_total,
-                device=status.device,
+                device=_shown(status.device, status.num_devices),
                 device_id=status.device_id,
+                num_devices=max(1, status.num_devices),
                 missed=0,
                 doubted=False,
             )
@@ -231,8 +235,9 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
         evaluated=record.evaluated,
         digest=record.digest,
         samples_total=record.samples_total,
-        device=record.device,
+        device=_shown(record.device, record.num_devices),
         device_id=record.device_id,
+        num_devices=max(1, record.num_devices),
         missed=0,
         doubted=False,
     )
@@ -240,4 +245,12 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
 
 def num_devices(replicas: Iterable[Replica]) -> int:
     """Accelerators that the live ones run on; on CPUs, processes."""
-    return len({replica.device_id or replica.replica_id for replica in replicas if replica.live})
+    found = dict[str, int]()
+    for replica in (replica for replica in replicas if replica.live):
+        place = replica.device_id or replica.replica_id
+        found[place] = max(found.get(place, 0), replica.num_devices)
+    return sum(found.values())
+
+
+def _shown(device: str, num_devices: int) -> str:
+    return f"{device} ×{num_devices}" if num_devices > 1 else device

@@ -169,6 +169,8 @@ class RolloutEngine(ABC):
     name: ClassVar[str]
     device: torch.device
     """Where the weights are; a transfer group is joined on it."""
+    num_devices: int = 1
+    """Devices that share each sample, from `device` on."""
     pulse: Pulse
     """What the engine's thread reports its progress to."""
 

@@ -66,11 +66,11 @@ class SplitEngine(DiffusersEngine):
         pulse: Pulse | None = None,
     ) -> None:
         super().__init__(device, max_batch=max_batch, threads=threads, pulse=pulse)
-        self._size = size
+        self.num_devices = size
         self._mesh: DeviceMesh | None = None
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
-        sequence_parallel.require_family(family.load(), self._size)
+        sequence_parallel.require_family(family.load(), self.num_devices)
         return self._components_of(model, family)
 
     def _components_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
@@ -78,7 +78,7 @@ class SplitEngine(DiffusersEngine):
 
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         assert self._mesh is not None
-        sequence_parallel.require_heads(adapter.experts, self._size)
+        sequence_parallel.require_heads(adapter.experts, self.num_devices)
         super()._set_up(adapter, model)
         sequence_parallel.split(adapter.experts, self._mesh, self.device)
 
@@ -180,7 +180,7 @@ class ParallelEngine(SplitEngine):
 
     def _encode(self, request: GenerationRequest) -> Encoded:
         if not any(group.media for group in request.groups):
-            sequence_parallel.require_tokens(self._loaded(), request.sampling.size, self._size)
+            sequence_parallel.require_tokens(self._loaded(), request.sampling.size, self.num_devices)
         return super()._encode(request)
 
     def _sample(

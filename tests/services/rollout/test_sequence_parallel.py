@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from flowfleet.data.replicas import ReplicaDirectory
 from flowfleet.data.trajectories import Trajectory
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -149,6 +150,16 @@ async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
         code, message = await client.refusal(client.generate(request("after", 0, height=16, width=48, num_frames=1)))
         assert (code, "2 devices of this replica cannot share 3 tokens evenly" in message) == (INVALID, True)
         assert await paths(client, request("after", 0))
+
+
+@pytest.mark.anyio
+async def test_it_says_how_many_devices_it_has(one: ReplicaProcess, two: ReplicaProcess, shared_redis: str) -> None:
+    async def run(client: Client) -> Any:
+        status = await client.status()
+        record = await ReplicaDirectory(client.redis).get(status.replica_id)
+        return status.num_devices, record and record.num_devices
+
+    assert await both(one, two, shared_redis, run) == ((1, 1), (2, 2))
 
 
 @pytest.mark.anyio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -194,3 +196,19 @@ def test_replicas_that_share_an_accelerator_count_once() -> None:
         fleet.missed("e")
     assert fleet.num_devices("job", "default") == 2
     assert fleet.num_devices("none", "default") == 0
+
+
+def test_devices_that_share_samples_all_count() -> None:
+    """By record or status; an older replica says nothing, which is one. Replicas on one device count once."""
+    fleet = fleet_of("a")
+    split = rollout_pb2.RolloutStatus(device="cuda:0", device_id="GPU-1", num_devices=4)
+    split.MergeFrom(status())
+    fleet.answered("a", split)
+    fleet.update([record("b", device="cuda:0", device_id="GPU-2", num_devices=2), record("c", device_id="GPU-2")])
+    fleet.update([ReplicaRecord.from_json(json.dumps(_without_number(record("d"))))])
+    assert fleet.num_devices("job", "default") == 4 + 2 + 1
+    assert [replica.device for replica in fleet.all()] == ["cuda:0 ×4", "cuda:0 ×2", "", ""]
+
+
+def _without_number(one: ReplicaRecord) -> dict[str, Any]:
+    return {name: value for name, value in asdict(one).items() if name != "num_devices"}

@@ -141,13 +141,14 @@ def test_progress_is_when_something_last_came() -> None:
 def test_accelerators_are_paid_for_while_they_are_held() -> None:
     machine, totals = running(), Totals()
     two_of_one = [replace(SERVING, device_id="gpu"), replace(SERVING, replica_id="r1", device_id="gpu")]
+    four = replace(SERVING, replica_id="r3", num_devices=4)
     other = replace(SERVING, replica_id="r2", job_id="another")
-    totals.look({"a": machine}, [*two_of_one, other], at=0.0, elapsed_s=5.0)
+    totals.look({"a": machine}, [*two_of_one, four, other], at=0.0, elapsed_s=5.0)
     machine.apply(ev.TrainerLost(at=12.0))
     totals.look({"a": machine}, [SERVING], at=0.0, elapsed_s=3.0)
     found = shown(totals)
     assert found["flowfleet_job_accelerator_seconds_total", "a", "trainer"] == 2 * 5.0
-    assert found["flowfleet_job_accelerator_seconds_total", "a", "rollout"] == 5.0 + 3.0
+    assert found["flowfleet_job_accelerator_seconds_total", "a", "rollout"] == (1 + 4) * 5.0 + 3.0
 
 
 def test_held_steps_go_with_the_checkpoint_that_covers_them() -> None:
