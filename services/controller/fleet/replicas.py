@@ -47,7 +47,7 @@ class Replica:
     outstanding: int = 0
     samples_total: int = 0
     device: str = ""
-    """With the number of devices where several share each sample: "cuda:0 ×4"."""
+    """Name of its first device, with their number where several share each sample: "cuda:0 ×4"."""
     device_id: str = ""
     """Id of the accelerator, the same in every process; empty on the CPU."""
     num_devices: int = 1

@@ -32,6 +32,7 @@ import grpc
 from flowfleet.data.lineage import follow
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
+from services.controller.fleet.replicas import Replica
 from services.controller.job import events as ev
 from services.controller.job import requests
 from services.controller.job.context import JobContext
@@ -199,6 +200,9 @@ class TrainingStep:
         live = job.pool.live()
         if not live:
             raise NotYet(job.pool.nobody_there())
+        if spec.trainer.deterministic and spec.loss.kind == "policy" and (split := _split(live)):
+            await self.pause(split)
+            return
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
@@ -234,6 +238,18 @@ class TrainingStep:
         request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=directory, card=card)
         await job.trainer.stub().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.emit(ev.Exported())
+
+
+def _split(replicas: Sequence[Replica]) -> str:
+    """Reason to pause a deterministic job, if there is one."""
+    for replica in replicas:
+        if replica.num_devices > 1:
+            return (
+                f"trainer.deterministic recomputes the rollout's log-probs bit for bit, but {replica.num_devices} "
+                f"devices of replica {replica.replica_id} share each sample, which rounds otherwise: submit the job "
+                "with trainer.deterministic = false, or give the pool replicas of one device each and resume the job"
+            )
+    return ""
 
 
 def _nothing_to_learn(step: int) -> str:

@@ -109,8 +109,8 @@ class Failed:
 
 
 class Followers:
-    """The processes of ranks 1 to `size` - 1. `on_failed` is told why a follower can do nothing more; `on_died` is
-    called when one has ended. Both are called from threads of their own.
+    """The processes of ranks 1 to `size` - 1. `on_failed` gets the reason why a follower can do nothing more; `on_died`
+    is called when one has ended. Both are called from threads of their own.
 
     Make it in the thread that lives as long as the process, with whose end followers end too.
     """

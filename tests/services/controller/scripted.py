@@ -51,6 +51,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         self.address = ""
         self.refuses = False
         self.drains = False
+        self.num_devices = 1
         self.broken = b""
         """Content of files that it cannot read."""
         self.requests: list[rollout_pb2.GenerateRequest] = []
@@ -108,7 +109,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
     async def announce(self) -> None:
         state = "draining" if self.drains else "idle" if self.version < 0 else "serving"
         record = ReplicaRecord("r0", self.address, "i", "", "default", state, self.job_id, max(0, self.version))
-        record = replace(record, evaluated=self.evaluated)
+        record = replace(record, evaluated=self.evaluated, num_devices=self.num_devices)
         await ReplicaDirectory(self.redis).put(record)
 
     async def renew(self) -> None:
@@ -127,6 +128,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
             job_id=self.job_id,
             policy_version=max(0, self.version),
             evaluated=self.evaluated,
+            num_devices=self.num_devices,
         )
 
 

@@ -579,6 +579,25 @@ async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[.
 
 
 @pytest.mark.anyio
+async def test_a_deterministic_job_pauses_while_several_devices_share_its_samples(
+    run: Run, job: Callable[..., dict[str, Any]]
+) -> None:
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.rollout.num_devices = 4
+        await fleet.rollout.announce()
+        record = await fleet.submit(job(rewards={"ocr": {}}, trainer={"deterministic": True}))
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert "4 devices of replica r0 share each sample" in record.reason
+        fleet.rollout.num_devices = 1
+        await fleet.rollout.announce()
+        await fleet.store.request(record.id, "resume")
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
+
+    await run(use, ocr=ScriptedReward(by_index))
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("hacks", [True, False])
 async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, hacks: bool

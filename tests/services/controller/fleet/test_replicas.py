@@ -199,7 +199,7 @@ def test_replicas_that_share_an_accelerator_count_once() -> None:
 
 
 def test_devices_that_share_samples_all_count() -> None:
-    """By record or status; an older replica says nothing, which is one. Replicas on one device count once."""
+    """An older replica does not say how many, which is one. Replicas on one device count once."""
     fleet = fleet_of("a")
     split = rollout_pb2.RolloutStatus(device="cuda:0", device_id="GPU-1", num_devices=4)
     split.MergeFrom(status())
