@@ -124,7 +124,7 @@ def measure(
     """Figures of one degree, and the first step's velocity (1, *latent) float32 on the CPU."""
     torch._dynamo.reset()
     if degree > 1:
-        sequence_parallel.require_heads(adapter.experts, degree)
+        sequence_parallel.require_heads({"transformer": adapter.transformer.config.num_attention_heads}, degree)
         sequence_parallel.require_tokens(adapter, options.size, degree)
         mesh = sequence_parallel.meet(store, rank, degree, adapter.device, WAIT)
         sequence_parallel.split(adapter.experts, mesh, adapter.device)

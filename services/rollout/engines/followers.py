@@ -145,15 +145,9 @@ class Followers:
         for pipe in self._pipes:
             pipe.send(order)
 
-    def answers(self) -> Exception | None:
-        """Waits for all; returns one failure."""
-        failures = list[Exception]()
-        for rank, answers in enumerate(self._answers, 1):
-            answer = answers.get()
-            if answer is not None:
-                kind, text = answer
-                failures.append(kind(f"rank {rank} of this replica: {text}"))
-        return failures[0] if failures else None
+    def answers(self) -> list[Answer]:
+        """Waits for all."""
+        return [answers.get() for answers in self._answers]
 
     def close(self) -> None:
         """Ends the followers once they have done what they were ordered."""

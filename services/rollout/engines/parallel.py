@@ -39,6 +39,7 @@ from services.rollout.engines.followers import (
     Load,
     Share,
     Verify,
+    answer_of,
     broadcast,
     require_devices,
 )
@@ -70,7 +71,9 @@ class SplitEngine(DiffusersEngine):
         self._mesh: DeviceMesh | None = None
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
-        sequence_parallel.require_family(family.load(), self.num_devices)
+        kind = family.load()
+        sequence_parallel.require_family(kind, self.num_devices)
+        sequence_parallel.require_heads(sequence_parallel.num_heads(kind, model.path), self.num_devices)
         return self._components_of(model, family)
 
     def _components_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
@@ -78,7 +81,6 @@ class SplitEngine(DiffusersEngine):
 
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         assert self._mesh is not None
-        sequence_parallel.require_heads(adapter.experts, self.num_devices)
         super()._set_up(adapter, model)
         sequence_parallel.split(adapter.experts, self._mesh, self.device)
 
@@ -198,12 +200,19 @@ class ParallelEngine(SplitEngine):
     def _together(self, order: Load | Install | Verify) -> Iterator[None]:
         """Has the followers do what is done inside. Raises what failed here, else what failed there."""
         self._followers.order(order)
+        failure: Exception | None = None
         try:
             yield
-        finally:
-            failure = self._followers.answers()
-            if failure is not None:
-                self._model = None  # The ranks differ: the next job loads it again.
+        except Exception as error:
+            failure = error
+        mine = None if failure is None else answer_of(failure)
+        answers = self._followers.answers()
+        if any(answer != mine for answer in answers):
+            self._model = None  # The ranks differ: the next job loads it again.
+        for rank, answer in enumerate(answers, 1):
+            if failure is None and answer is not None:
+                kind, text = answer
+                failure = kind(f"rank {rank} of this replica: {text}")
         if failure is not None:
             raise failure
 

@@ -9,9 +9,11 @@ The ranks are those of torch's default group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +39,19 @@ def require_family(family: type[ModelAdapter], degree: int) -> None:
         )
 
 
-def require_heads(experts: Mapping[str, Any], degree: int) -> None:
-    """Raises ValueError for attention heads that `degree` devices cannot share evenly."""
-    for name, expert in experts.items():
-        heads = expert.config.num_attention_heads
-        if heads % degree:
+def num_heads(family: type[ModelAdapter], path: str) -> dict[str, int]:
+    """Attention heads of each transformer of a checkpoint, from its configuration alone."""
+    files = {name: Path(path, name, "config.json") for name in family.parts["transformer"]}
+    configs = {name: json.loads(file.read_bytes()) for name, file in files.items() if file.is_file()}
+    return {name: config["num_attention_heads"] for name, config in configs.items()}
+
+
+def require_heads(heads: Mapping[str, int], degree: int) -> None:
+    """Raises ValueError for attention heads, by transformer, that `degree` devices cannot share evenly."""
+    for name, number in heads.items():
+        if number % degree:
             raise ValueError(
-                f"{degree} devices cannot share the {heads} attention heads of {name}: choose a {FLAG} that divides "
+                f"{degree} devices cannot share the {number} attention heads of {name}: choose a {FLAG} that divides "
                 "them"
             )
 

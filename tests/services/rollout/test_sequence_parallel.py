@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ from tests.tiny_models import make_tiny
 ROOT = Path(__file__).parents[3]
 RECIPE = ModelSpec(path=str(ROOT / "recipes/tiny_video/model"), dtype="float32")
 SPEC = LoraSpec(rank=4, alpha=8.0, target_modules=["to_q", "to_v", "ffn.net.2"])
+LOADING = f"loading {RECIPE.path} "
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TOLERANCE = 1e-5
 Run = Callable[[Client], Any]
@@ -146,10 +149,27 @@ async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
         output = LoraSpec(rank=2, alpha=4.0, target_modules=["to_q", "proj_out"])
         code, message = await client.refusal(client.init("output", RECIPE, lora=output))
         assert (code, "target_modules: proj_out cannot be adapted" in message) == (INVALID, True)
+        loaded = two.log.read_text().count(LOADING)
         await client.publish_adapter("after", 0, RECIPE, SPEC, seed=1)
         code, message = await client.refusal(client.generate(request("after", 0, height=16, width=48, num_frames=1)))
         assert (code, "2 devices of this replica cannot share 3 tokens evenly" in message) == (INVALID, True)
         assert await paths(client, request("after", 0))
+    assert two.log.read_text().count(LOADING) == loaded  # both ranks refused alike: the model is as it was
+
+
+@pytest.mark.anyio
+async def test_heads_that_cannot_be_shared_are_refused_before_weights_are_read(
+    two: ReplicaProcess, shared_redis: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(RECIPE.path, tmp_path / "model")
+    config = folder / "transformer/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 3}))
+    for file in folder.rglob("*.safetensors"):
+        file.unlink()
+    async with Client(two.address, shared_redis) as client:
+        model = ModelSpec(path=str(folder), dtype="float32")
+        code, message = await client.refusal(client.init("heads", model))
+        assert (code, "2 devices cannot share the 3 attention heads of transformer" in message) == (INVALID, True)
 
 
 @pytest.mark.anyio
