@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowfleet.local.stack import StackError
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -56,10 +58,17 @@ def place(
     """Rollouts take the first of the `available` devices, `each` a rollout, and trainers the others; what is given is
     taken as given.
 
-    Where none is left for trainers they share all of them; where there are fewer than rollouts, rollouts share.
+    Where none is left for trainers they share all of them; where there are fewer than rollouts, rollouts share. Raises
+    StackError for fewer than one rollout needs.
     """
     if rollout_devices is None:
         free = [device for device in available if device not in (trainer_devices or ())] or [*available]
+        if replicas and 0 < len(free) < each:
+            raise StackError(
+                f"--sequence-parallel-size {each} needs {each} accelerators per rollout; {len(free)} "
+                f"{'is' if len(free) == 1 else 'are'} left: choose a smaller size, or give trainers fewer "
+                "--trainer-devices"
+            )
         rollout_devices = tuple(free[index % len(free)] for index in range(replicas * each)) if free else ()
     if trainer_devices is None:
         trainer_devices = tuple(device for device in available if device not in rollout_devices) or tuple(available)

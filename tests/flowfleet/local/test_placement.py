@@ -1,6 +1,7 @@
 import pytest
 
 from flowfleet.local.placement import Placement, place
+from flowfleet.local.stack import StackError
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,17 @@ def test_what_is_given_is_taken_and_the_rest_follows() -> None:
     assert place(2, four, trainer_devices=("0", "1")).rollouts == ("2", "3")
     assert place(1, (), ("7",), ("6",)).of_rollout(0) == ("7",)
     assert "2 rollouts share 1 accelerators" in (place(2, ("0", "1"), trainer_devices=("0",)).warning or "")
+
+
+@pytest.mark.parametrize(("available", "trainer"), [("0", None), ("0 1", ("1",))])
+def test_a_rollout_gets_the_accelerators_that_share_its_samples_or_none(
+    available: str, trainer: tuple[str, ...] | None
+) -> None:
+    needed = "--sequence-parallel-size 2 needs 2 accelerators per rollout; 1 is left"
+    with pytest.raises(StackError, match=needed):
+        place(1, available.split(), None, trainer, 2)
+    assert place(0, available.split(), None, trainer, 2).rollouts == ()
+    assert place(1, (), each=2).rollouts == ()
 
 
 @pytest.mark.parametrize(

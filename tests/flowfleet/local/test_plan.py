@@ -105,7 +105,6 @@ def test_a_rollout_has_the_accelerators_that_share_its_samples(tmp_path: Path) -
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in rollouts] == ["0,1", "2,3"]
     assert {process.argv[-2:] for process in rollouts} == {("--sequence-parallel-size", "2")}
     assert placement.trainer == ("4",)
-    assert place(1, ["0"], each=2).of_rollout(0) == ("0",)
 
 
 def test_devices_that_cannot_be_meant_are_refused() -> None:
