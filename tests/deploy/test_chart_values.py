@@ -70,7 +70,7 @@ def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
     assert flags(large)["--sequence-parallel-size"] == "2"
     assert "--sequence-parallel-size" not in flags(default)
     assert flags(default)["--engine"] == "vllm-omni"
-    assert flags(large)["--model"] == "/models/Qwen Image Edit"
+    assert flags(large)["--model"] == "/models/Wan 2.2 T2V A14B"
     assert flags(default)["--max-batch"] == "64"
     assert "--max-batch" not in flags(large)
     assert flags(large)["--stall-s"] == "1200"
