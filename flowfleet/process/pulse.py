@@ -66,7 +66,9 @@ class Pulse:
         shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hang_s, self._patient_s, self._clock = hang_s, max(hang_s, patient_s), clock
+        self._hang_s, self._clock = hang_s, clock
+        self.patient_s = max(hang_s, patient_s)
+        """Limit of loading, compiling and first work."""
         self._shared = shared
         self._lock = threading.Lock()
         self._open: list[_Work] = []
@@ -129,8 +131,8 @@ class Pulse:
 
     def _limit_s(self, is_patient: bool) -> float:
         if is_patient or self._compiling:
-            return self._patient_s
-        return max(self._hang_s, min(SLACK * self._longest_s, self._patient_s))
+            return self.patient_s
+        return max(self._hang_s, min(SLACK * self._longest_s, self.patient_s))
 
     def _got_on(self, *, counts: bool = True) -> None:
         """`counts`: the gap that ends here is one of ordinary work."""

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from flowfleet import plugins
+from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
 from flowfleet.process.service import end_with_parent, keep_freed_memory
@@ -27,7 +29,6 @@ from flowfleet.weights.lora import adapter_disabled
 from services.rollout.engines import sequence_parallel
 from services.rollout.engines.followers import (
     HOST,
-    TIMEOUT,
     Answer,
     Failed,
     Forward,
@@ -58,10 +59,13 @@ def main() -> None:
         settings: Settings = pipe.recv()
         configure_logging("rollout", logging.getLevelName(settings.log_level).lower())
         plugins.load()
-        store = TCPStore(HOST, settings.store_port, timeout=TIMEOUT)
+        timeout = timedelta(seconds=settings.timeout_s)
+        store = TCPStore(HOST, settings.store_port, timeout=timeout)
         device = torch.device(settings.device)
         engine = FollowerEngine(device, size=settings.size, max_batch=settings.max_batch, threads=settings.threads)
-        engine.begin(lambda: sequence_parallel.meet(store, settings.rank, settings.size, device, TIMEOUT))
+        engine.begin(
+            settings.rank, lambda: sequence_parallel.meet(store, settings.rank, settings.size, device, timeout)
+        )
         while (order := pipe.recv()) is not None:
             engine.obey(order, pipe.send)
     except (EOFError, ConnectionError):
@@ -78,7 +82,10 @@ def main() -> None:
 class FollowerEngine(SplitEngine):
     """The transformers alone, in the process's one thread."""
 
-    def begin(self, meet: Callable[[], DeviceMesh]) -> None:
+    _rank: int
+
+    def begin(self, rank: int, meet: Callable[[], DeviceMesh]) -> None:
+        self._rank = rank
         self._set_up_thread()
         self._mesh = meet()
 
@@ -94,7 +101,9 @@ class FollowerEngine(SplitEngine):
                 try:
                     self._do(order)
                 except Exception as error:
-                    log.warning("a follower could not do what it was ordered: %s", error)
+                    is_refusal = isinstance(error, (ValueError, DataLoss))
+                    what = type(order).__name__.lower()
+                    log.warning("rank %d %s: %s", self._rank, what, error, exc_info=None if is_refusal else error)
                     answer(answer_of(error))
                 else:
                     answer(None)

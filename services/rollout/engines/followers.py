@@ -17,6 +17,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,14 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flowfleet.errors import DataLoss
 from flowfleet.hardware import devices
-from flowfleet.process.pulse import PATIENT_S
 from flowfleet.weights.transfer import TransferStore
 from services.rollout.engines import sequence_parallel
 
 HOST: Final = "127.0.0.1"
-TIMEOUT: Final = timedelta(seconds=PATIENT_S)
-"""Longest wait for another rank: it may compile meanwhile."""
-_END_S = 10.0
+_END_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +49,7 @@ class Settings:
     size: int
     device: str
     store_port: int
+    timeout_s: float
     max_batch: int
     threads: int | None
     log_level: int
@@ -109,8 +108,9 @@ class Failed:
 
 
 class Followers:
-    """The processes of ranks 1 to `size` - 1. `on_failed` gets the reason why a follower can do nothing more; `on_died`
-    is called when one has ended. Both are called from threads of their own.
+    """The processes of ranks 1 to `size` - 1. `timeout_s` is the longest wait for another rank, which may compile
+    meanwhile. `on_failed` gets the reason why a follower can do nothing more; `on_died` is called when one has ended.
+    Both are called from threads of their own.
 
     Make it in the thread that lives as long as the process, with whose end followers end too.
     """
@@ -122,24 +122,28 @@ class Followers:
         *,
         max_batch: int,
         threads: int | None,
+        timeout_s: float,
         on_failed: Callable[[str], None],
         on_died: Callable[[], None],
     ) -> None:
         self._device, self._size = device, size
         self._on_failed, self._on_died = on_failed, on_died
-        self._closing = False
-        self._store = TransferStore(HOST, TIMEOUT.total_seconds())
+        self._closing = self._have_met = False
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = TransferStore(HOST, timeout_s)
         self._pipes: list[Connection[Any, Any]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         level = logging.getLogger().level
         for rank in range(1, size):
             own = str(_device_of(device, rank))
-            self._start(Settings(rank, size, own, self._store.port, max_batch, threads, level))
+            self._start(Settings(rank, size, own, self._store.port, timeout_s, max_batch, threads, level))
 
     def meet(self) -> DeviceMesh:
         """The group of all ranks; waits until the followers are up."""
-        return sequence_parallel.meet(self._store.store, 0, self._size, self._device, TIMEOUT)
+        mesh = sequence_parallel.meet(self._store.store, 0, self._size, self._device, self._timeout)
+        self._have_met = True
+        return mesh
 
     def order(self, order: Load | Install | Verify | Share | Forward) -> None:
         for pipe in self._pipes:
@@ -150,14 +154,18 @@ class Followers:
         return [answers.get() for answers in self._answers]
 
     def close(self) -> None:
-        """Ends the followers once they have done what they were ordered."""
+        """Ends the followers once they have done what they were ordered; before they have met they take no order."""
         self._closing = True
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send(None)
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if self._have_met:
+                with suppress(OSError):
+                    pipe.send(None)
+            else:
+                process.kill()
+        deadline = time.monotonic() + _END_S
         for process in self._processes:
             try:
-                process.wait(_END_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -72,7 +72,7 @@ class SplitEngine(DiffusersEngine):
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
         kind = family.load()
-        sequence_parallel.require_family(kind, self.num_devices)
+        sequence_parallel.require_family(family.title, kind, self.num_devices)
         sequence_parallel.require_heads(sequence_parallel.num_heads(kind, model.path), self.num_devices)
         return self._components_of(model, family)
 
@@ -111,7 +111,13 @@ class ParallelEngine(SplitEngine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lost = asyncio.Event()
         self._followers = Followers(
-            device, size, max_batch=max_batch, threads=threads, on_failed=self._lose, on_died=on_lost
+            device,
+            size,
+            max_batch=max_batch,
+            threads=threads,
+            timeout_s=self.pulse.patient_s,
+            on_failed=self._lose,
+            on_died=on_lost,
         )
         self._in_forward = self._without_lora = self._full_precision = False
 

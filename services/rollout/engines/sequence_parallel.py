@@ -30,11 +30,11 @@ from flowfleet.models.settings import Size
 FLAG = "--sequence-parallel-size"
 
 
-def require_family(family: type[ModelAdapter], degree: int) -> None:
-    """Raises ValueError for a family whose tokens devices cannot share."""
+def require_family(title: str, family: type[ModelAdapter], degree: int) -> None:
+    """Raises ValueError for a family, `title` in messages, whose tokens devices cannot share."""
     if family.sequence_patch is None:
         raise ValueError(
-            f"{family.__name__} cannot split a sample over the {degree} devices of this replica: sample this model "
+            f"{title} cannot split a sample over the {degree} devices of this replica: sample this model "
             f"in a pool of replicas with one device ({FLAG} 1)"
         )
 

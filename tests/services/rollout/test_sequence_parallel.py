@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flowfleet.data.replicas import ReplicaDirectory
 from flowfleet.data.trajectories import Trajectory
@@ -145,7 +146,7 @@ async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
     async with Client(two.address, shared_redis) as client:
         other = ModelSpec(path=str(tiny_qwen_image), dtype="float32")
         code, message = await client.refusal(client.init("other", other))
-        assert (code, "QwenImageAdapter cannot split a sample over the 2 devices" in message) == (INVALID, True)
+        assert (code, "Qwen-Image cannot split a sample over the 2 devices" in message) == (INVALID, True)
         output = LoraSpec(rank=2, alpha=4.0, target_modules=["to_q", "proj_out"])
         code, message = await client.refusal(client.init("output", RECIPE, lora=output))
         assert (code, "target_modules: proj_out cannot be adapted" in message) == (INVALID, True)
@@ -211,6 +212,46 @@ async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: 
             with pytest.raises(grpc.aio.AioRpcError):
                 await call
     assert "; the replica ends" in process.log.read_text()
+
+
+@pytest.mark.anyio
+async def test_a_follower_that_hangs_costs_the_replica_its_health(tmp_path: Path, redis_url: str) -> None:
+    """What waited is made once the follower wakes."""
+    flags = ("--hang-s", "1", "--stall-s", "30", "--sequence-parallel-size", "2")
+    process = ReplicaProcess(tmp_path / "replica", redis_url, *flags)
+    (follower,) = followers(process)
+    async with Client(process.address, redis_url) as client:
+
+        async def is_healthy() -> bool:
+            health = health_pb2_grpc.HealthStub(client.channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def turns(healthy: bool) -> None:
+            async with asyncio.timeout(TIMEOUT_S):
+                while await is_healthy() != healthy:
+                    await asyncio.sleep(0.1)
+
+        await client.publish_adapter("job", 0, RECIPE, SPEC, seed=1)
+        assert await paths(client, request("job", 0))  # the first has more time
+        await turns(True)
+        follower.suspend()
+        call = asyncio.ensure_future(client.generate(request("job", 0)))
+        await turns(False)
+        assert not call.done()
+        follower.resume()
+        assert await call
+        await turns(True)
+    process.terminate()
+    assert process.wait() == 0
+
+
+def test_followers_that_never_met_end_at_once(tmp_path: Path, redis_url: str) -> None:
+    process = replica(tmp_path / "replica", redis_url, 3)
+    began = time.monotonic()
+    process.terminate()
+    assert process.wait() == 0
+    assert time.monotonic() - began < 8
 
 
 OUT_OF_MEMORY = """
