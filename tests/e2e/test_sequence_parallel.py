@@ -49,7 +49,7 @@ def films(mode: str) -> dict[str, Any]:
     job["model"]["path"] = str(ROOT / "recipes/tiny_video/model")
     job["data"] = {"train": str(ROOT / "recipes/tiny_video/prompts/train.txt")}
     job["rollout"] |= {"prompts_per_step": 2, "group_size": 8, "batch_size": 8}
-    job["trainer"] |= {"mode": mode, "micro_batch_size": 8, "threads": 1}
+    job["trainer"] |= {"mode": mode, "micro_batch_size": 8, "threads": 1, "deterministic": False}
     if mode == "full":
         job["trainer"].pop("lora")
     job["schedule"] = {"steps": STEPS, "save_every": 2}
