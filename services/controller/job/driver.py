@@ -305,7 +305,8 @@ class JobDriver:
             if state.trainer_applied is not None and not await self.job.trainer.alive():
                 log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
                 await self._watch.ended()
-                await self.emit(ev.TrainerLost())
+                if not await self.job.trainer.alive():  # else a call that broke has started the next one meanwhile
+                    await self.emit(ev.TrainerLost())
             if state.published >= 0 and self.job.pool.behind(state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:

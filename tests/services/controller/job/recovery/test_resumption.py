@@ -169,6 +169,39 @@ async def test_the_words_of_a_trainer_that_ends_in_a_step_are_heard_though_the_n
         assert record.reason == "TrainStep: the trainer ended: rank 1: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
+@pytest.mark.anyio
+async def test_a_trainer_that_starts_while_the_last_words_are_read_is_not_lost(
+    job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_alive, asked, ensured, heard, train = False, 0, 0, asyncio.Event(), ScriptedTrainer.TrainStep
+
+    async def alive(self: ScriptedLauncher, job_id: str) -> bool:
+        return is_alive
+
+    async def told(self: ScriptedLauncher, job_id: str) -> str:
+        nonlocal is_alive, asked
+        is_alive, asked = True, asked + 1
+        asyncio.get_running_loop().call_later(0.5, heard.set)
+        return ""
+
+    async def ensure(self: ScriptedLauncher, job_id: str, spec: JobSpec) -> str:
+        nonlocal ensured
+        ensured += 1
+        return self.address
+
+    async def waits(self: Any, request: Any, context: Any) -> Any:
+        await heard.wait()
+        return await train(self, request, context)
+
+    for name, method in (("alive", alive), ("termination_message", told), ("ensure", ensure)):
+        monkeypatch.setattr(ScriptedLauncher, name, method)
+    monkeypatch.setattr(ScriptedTrainer, "TrainStep", waits)
+    async with fleet(redis_url, tmp_path) as running:
+        record = await running.run(job)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert (asked, ensured) == (1, 1)
+
+
 def test_people_are_waited_for_by_who_needs_them() -> None:
     """Waits for people are those for room on a disk or another version of Flowfleet; failures that a restart may cure
     are unchanged."""
