@@ -12,7 +12,7 @@ DIRECTORY/results.json holds what all printed so far, and DIRECTORY/logs.tar.gz 
 LoRA on a float8 base, each line for one call of nine minutes, on two H200s where the line says nothing else:
 
     --only rollout-base,train-base,loop-base-only    rollout and update side by side, then both GPUs sample and train
-    --only scaling-2,loop-only-2                     one update on two GPUs; the loop in bfloat16
+    --only scaling-2,loop-only-2,loop-only-2-bypass  one update on two GPUs; the loop in bfloat16
     --only loop-base-idle                            a rollout, and a trainer that samples while it waits
     --only loop-base-cfg                             guidance 4
     --only loop-base-flash,rollout-base-merged       the tail of MixGRPO-Flash; a merged adapter
@@ -97,7 +97,8 @@ BASE_LOOP = f"{PLAIN_LOOP} --base fp8"
 CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
 ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
 FULL = "bench.speed.train --mode full --compile --state 8bit"
-FULL_LOOP = f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 128 --micro-batch 16 --checkpointing full"
+FULL_LOOP = f"{LOOP} --mode full --rollouts 2 --trainers 2 --optimizer-state 8bit --steps 3"
+FULL_FP8_LOOP = f"{FULL_LOOP} --quantization fp8 --trainer-quantization fp8"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
 BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
 PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
@@ -211,6 +212,14 @@ MEASUREMENTS = (
     Measurement("loop-idle", "loop", 2, 480, f"{PLAIN_LOOP} --samples idle --images 128", tiny=TINY_LOOP),
     Measurement("loop-only-2", "lora-plain", 2, 480, f"{PLAIN_LOOP} {ONLY} --trainers 2 --images 128", tiny=TINY_LOOP),
     Measurement(
+        "loop-only-2-bypass",
+        "lora-plain",
+        2,
+        480,
+        f"{PLAIN_LOOP} {ONLY} --trainers 2 --images 128 --old-log-probs rollout",
+        tiny=TINY_LOOP,
+    ),
+    Measurement(
         "rollout-base-merged", "lora-merged", 1, 420, f"{BASE_ROLLOUT} --adapter merged --rows service", tiny=None
     ),
     Measurement("loop-base-only", "lora-only", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --images 128", tiny=None),
@@ -235,14 +244,29 @@ MEASUREMENTS = (
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
-    Measurement("loop-full", "loop-full", 4, 500, f"{FULL_LOOP} --optimizer-state 8bit --steps 3", tiny=TINY_LOOP),
+    Measurement(
+        "loop-full",
+        "loop-full",
+        4,
+        500,
+        f"{FULL_LOOP} --images 128 --micro-batch 16 --checkpointing full",
+        tiny=TINY_LOOP,
+    ),
     Measurement(
         "loop-full-fp8",
         "loop-full-fp8",
         4,
         500,
-        f"{FULL_LOOP} --trainer-quantization fp8 --optimizer-state 8bit --steps 3",
-        tiny=TINY_LOOP,
+        f"{FULL_FP8_LOOP} --images 128 --micro-batch 16 --checkpointing full",
+        tiny=None,
+    ),
+    Measurement(
+        "loop-full-fp8-selective",
+        "loop-full-fp8",
+        4,
+        500,
+        f"{FULL_FP8_LOOP} --images 144 --micro-batch 6 --checkpointing selective",
+        tiny=None,
     ),
     Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 3 --compare", tiny=TINY_LOOP),
     Measurement(

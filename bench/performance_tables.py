@@ -73,12 +73,17 @@ GOALS = (
     Goal("10", "rollout, no CFG, fp8 base", "rollout-base", _service("images_per_s"), 4.2, IMAGES, ""),
     Goal("11", "LoRA r64 update, fp8 base, 1 GPU", "train-base", _first("images_per_s_and_rank"), 7.6, PER_GPU, ""),
     Goal("12", "loop, LoRA, trainers alone, 2 GPUs", "loop-only-2", _first(*LOOP), 1.8, PER_GPU, ""),
+    Goal("12 (bypass)", "12, old log-probs of the rollout", "loop-only-2-bypass", _first(*LOOP), 1.8, PER_GPU, ""),
     Goal("12 (idle)", "loop, LoRA, 1 + 1 GPUs", "loop-idle", _first(*LOOP), 1.8, PER_GPU, ""),
     Goal("13", "loop, LoRA, fp8 base, trainers alone, 2 GPUs", "loop-base-only", _first(*LOOP), 2.3, PER_GPU, ""),
     Goal("14", "the same, CFG 4", "loop-base-cfg", _first(*LOOP), 1.1, PER_GPU, ""),
     Goal("15", "13 with a tail of 3 steps", "loop-base-flash", _first(*LOOP), 2.8, PER_GPU, ""),
     Goal("16", "13 on 1 GPU", "loop-base-one", _first(*LOOP), 2.19, PER_GPU, "95 % of 13"),
     Goal("17", "services / one process, fp8 base", "loop-base-compare", _first("ratio"), 0.97, "", ""),
+    Goal("18", "loop, full, all fp8, 2 + 2 GPUs", "loop-full-fp8", _first(*LOOP), 1.7, PER_GPU, ""),
+    Goal("19", "13 on 4 GPUs", "loop-base-only-4", _first(*LOOP), 2.27, PER_GPU, "95 % of 16"),
+    Goal("19 (idle)", "13 on 2 + 2 GPUs", "loop-base-idle-4", _first(*LOOP), 2.27, PER_GPU, "95 % of 16"),
+    Goal("20", "Wan A14B at 720p, 4 GPUs a video", "parallel", _first("degrees", "4", "speed_up"), 3.0, "×", ""),
 )
 
 
@@ -352,16 +357,18 @@ def _publish_table(rows: Rows, names: Sequence[str], header: list[str]) -> str:
     return table(header, [[str(it[column]) for column in header] for it in figures]) if figures else ""
 
 
-BASE_LOOPS = ("only", "idle", "cfg", "cfg-one", "flash", "flash-one", "one", "h100", "compare")
+BASE_LOOPS = ("only", "only-4", "idle", "idle-4", "cfg", "cfg-one", "flash", "flash-one", "one", "h100", "compare")
 LOOPS: tuple[str, ...] = (
     "loop-lora",
     "loop-only",
     "loop-only-2",
+    "loop-only-2-bypass",
     "loop-idle",
     "loop-omni",
     "loop-lora-cfg",
     "loop-full",
     "loop-full-fp8",
+    "loop-full-fp8-selective",
 )
 LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
 
@@ -395,6 +402,7 @@ def _sampler(settings: Mapping[str, Any]) -> str:
     engine = str(settings["engine"])
     found = {"idle": f"{engine} and idle trainer", "only": "trainer alone"}.get(settings.get("samples", "no"), engine)
     marks = ["fp8 base"] * (settings.get("base") == "fp8") + ["merged"] * (settings.get("adapter") == "merged")
+    marks += ["old log-probs of the rollout"] * (settings.get("old_log_probs") == "rollout")
     tail = settings.get("tail_steps")
     return ", ".join([found, *marks, *([f"tail of {tail} steps"] if tail else [])])
 

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument(
-        "--ways", nargs="+", choices=list(WAYS), default=[*WAYS][:-1], help="the last: of full training"
+        "--ways", nargs="+", choices=[*WAYS, *FULL_WAYS], default=[*WAYS], help="the last: of full training"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add_options(parser)

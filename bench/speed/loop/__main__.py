@@ -121,7 +121,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "data": {"train": str(model.resolve() / PROMPTS)},
         "rollout": rollout | size,
         "rewards": {options.reward: {"params": {"region": "page"} if options.reward == "ocr" else {}}},
-        "algorithm": {"name": "flow_grpo", "clip_range": 1e-5},
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-5, "old_log_probs": options.old_log_probs},
         "trainer": trainer,
         "schedule": {"steps": MANY_STEPS, "save_every": MANY_STEPS, "max_staleness": options.max_staleness},
     }
@@ -272,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=16, help="rows of one forward of a rollout (16)")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of one forward of a trainer rank (8)")
     parser.add_argument("--updates", type=int, default=2, help="optimizer updates a step (2)")
+    parser.add_argument("--old-log-probs", choices=("first_forward", "rollout"), default="first_forward")
     parser.add_argument("--steps", type=int, default=4, help="measured (4)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those (2)")
     parser.add_argument("--max-staleness", type=int, default=1)
