@@ -15,7 +15,8 @@ from bench import h200
 from bench.h200 import Measurement, code_version, run_all, select, share_cores
 from bench.learning.proof import seeds_after
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
-from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, published, summary
+from bench.performance_goals import GOALS, summary
+from bench.performance_tables import engine_of, machine, parts, proofs, published
 from bench.speed.gap import VARIANTS
 from bench.speed.loop.figures import loop_figures, policy_version, rollout_busy_s
 from docs.generate.markdown import outdated, rewrite
