@@ -6,8 +6,8 @@
 The trainer's own engine and update on dummy weights and made-up samples: a micro-batch of `--batch` rows, its window of
 noisy steps, then the optimizer, old log-probs from the first forward. Rank 0 prints one line of JSON: images a second
 and rank, milliseconds of forward and backward a window step and image, MFU, the optimizer's milliseconds, GiB. Where
-memory does not suffice the line says so, and comes from every rank that ran out. Without torchrun it is a world of one;
-`--tiny` is for a laptop.
+memory does not suffice the line says so, and comes from every rank that ran out. `--profile N` runs one more update and
+writes its N longest kernels to standard error. Without torchrun it is a world of one; `--tiny` is for a laptop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -96,6 +97,8 @@ def measure(spec: JobSpec, options: argparse.Namespace, ranks: Ranks) -> dict[st
     loaded = time.perf_counter() - start
     notes = _noting_optimizer(engine)
     seconds = [_step(engine, options, number) for number in range(options.warm_up + options.steps)]
+    if options.profile:
+        _profile(engine, options)
     images = options.batch * options.micro_batches
     update = statistics.median(seconds[options.warm_up :])
     last = statistics.median(note[0] for note in notes[options.warm_up :])
@@ -112,6 +115,19 @@ def measure(spec: JobSpec, options: argparse.Namespace, ranks: Ranks) -> dict[st
         "mfu": round(flops / update / peak, 4) if peak else None,
         "grad_norm": notes[-1][1],
     }
+
+
+def _profile(engine: Engine, options: argparse.Namespace) -> None:
+    """The kernels of one update by their time, on rank 0. Their sum beyond or far below the update's seconds tells
+    whether streams overlap or the device waits for the host."""
+    is_cpu = engine.ranks.device.type == "cpu"
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not is_cpu)
+    with torch.profiler.profile(activities=activities) as profile:
+        seconds = _step(engine, options, options.warm_up + options.steps)
+    if engine.ranks.rank == 0:
+        by = "self_cpu_time_total" if is_cpu else "self_device_time_total"
+        rows = profile.key_averages().table(sort_by=by, row_limit=options.profile, max_name_column_width=90)
+        print(f"{rows}\n{seconds:.3f} s in all", file=sys.stderr, flush=True)
 
 
 def _noting_optimizer(engine: Engine) -> list[tuple[float, float]]:
@@ -190,6 +206,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured updates (4)")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="of one more update, its N longest kernels")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a device, for MFU; 0: unknown (989)")
     return parser.parse_args()
 
