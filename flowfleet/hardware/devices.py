@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+_HAS_TRITON = find_spec("triton") is not None
+"""Looked for once: torch.compile cannot trace the search, and breaks the graph of a block there."""
+
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _NCCL_LIVES_ON = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: abort the communicator, not the process
@@ -130,7 +133,7 @@ def has_grouped_fp8(device: torch.device) -> bool:
 
 def has_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run there. It comes with torch for CUDA on Linux."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and _HAS_TRITON
 
 
 def identity(device: torch.device) -> str:

@@ -16,12 +16,11 @@ An adapter is multiplied by itself, in fewer passes where blocks are compiled, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
+from flowfleet.hardware import compiling
 from flowfleet.process.pulse import Pulse
 from flowfleet.quantization import adapted, layers
 from flowfleet.quantization.rows import FP8
@@ -29,10 +28,6 @@ from flowfleet.quantization.rows import FP8
 Experts = Mapping[str, nn.Module]
 
 QUANTIZATIONS = ("none", "fp8", "fp8_base")
-MAX_RECOMPILES = 64
-"""Maximum compiled variants of the blocks' common code: with and without mask, adapter or static sizes, for each of two
-experts."""
-
 _watching: WeakSet[Pulse] = WeakSet()
 
 
@@ -86,8 +81,7 @@ def refresh(experts: Experts) -> None:
 def compile_blocks(experts: Experts, backend: str = "inductor") -> None:
     """Makes each block compile itself at its first forward, by one of torch.compile's backends. Raises ValueError as
     `blocks` does."""
-    config = cast(Any, torch._dynamo.config)
-    config.recompile_limit = max(config.recompile_limit, MAX_RECOMPILES)
+    compiling.prepare()
     for expert in experts.values():
         for block in blocks(expert).values():
             block.compile(backend=backend)

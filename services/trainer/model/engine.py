@@ -100,7 +100,7 @@ class Engine:
             if spec.trainer.quantization == "fp8":
                 layers.train_in_fp8(blocks_of(expert))
             if spec.trainer.gradient_checkpointing != "none":
-                checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
+                checkpoint_blocks(expert, spec.trainer.gradient_checkpointing, is_compiled=spec.trainer.compile)
             if spec.trainer.compile:
                 compile_blocks(expert)
         if spec.trainer.compile:

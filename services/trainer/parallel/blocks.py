@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flowfleet.hardware import compiling
+
 RECOMPUTED_BELOW = 256
 """Selective checkpointing keeps a matrix product of at least this inner dimension: to compute an element of it again
 costs that many multiplications. An adapter's second product, of the inner dimension `lora.rank`, is as large."""
-COMPILED_KINDS = 64
-"""Versions of a block's code that may be compiled: with and without gradient and adapter, by width of the text, by kind
-of block. torch's own limit of 8 falls back to eager without a word."""
 
 _aten: Any = torch.ops.aten
 _PRODUCTS = {
@@ -63,9 +62,11 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
     return (part for part in module.modules() if part is not module)
 
 
-def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"]) -> None:
+def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"], *, is_compiled: bool = False) -> None:
     """Makes each block forget its activations and compute them again in the backward; `selective` keeps the results of
-    attention and of matrix products that are costly for their size.
+    attention and of matrix products that are costly for their size. Where the blocks are compiled afterwards,
+    `is_compiled` has every operator marked as one to compute again: torch's own marks stop at an autograd.Function,
+    whose products it then keeps.
 
     The transformers' own `enable_gradient_checkpointing` is not used, because diffusers' Chroma then leaves the
     attention mask out. Raises ValueError for a transformer that does not say what its blocks are.
@@ -73,15 +74,16 @@ def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"]) -> 
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective)
+    elif is_compiled:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _nothing)
     for block in blocks_of(expert):
         block.forward = _checkpointed(block.forward, options)
 
 
-def compile_blocks(expert: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(expert: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles each block when it is first used; blocks of one kind share what was compiled. The text's width becomes a
     variable when a second one comes. Raises ValueError for a transformer that does not say what its blocks are."""
-    dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
+    compiling.prepare()
     for block in blocks_of(expert):
         block.forward = torch.compile(block.forward, backend=backend)
 
@@ -94,6 +96,10 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+def _nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

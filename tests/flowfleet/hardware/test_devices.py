@@ -24,6 +24,16 @@ def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
         devices.pick_device()
 
 
+def test_compiled_code_may_ask_for_triton() -> None:
+    """Blocks do, and a break in their graph would run them in eager."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + devices.has_triton(torch.device("cuda"))
+
+    torch._dynamo.reset()
+    assert torch.compile(forward, backend="eager", fullgraph=True)(torch.zeros(1)) in (0, 1)
+
+
 def test_generator_states_come_back() -> None:
     device = torch.device("cpu")
     before = devices.rng_state(device)

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowfleet.models.base import ModelAdapter
@@ -122,7 +125,7 @@ def test_weights_trained_in_float8_have_the_same_gradients_checkpointed_and_comp
         if fp8:
             assert train_in_fp8(blocks.blocks_of(adapter.transformer), min_size=16) > 0
         if kind != "none":
-            checkpoint_blocks(adapter.transformer, kind)
+            checkpoint_blocks(adapter.transformer, kind, is_compiled=True)
         return adapter, dict(adapter.transformer.named_parameters())
 
     def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -148,6 +151,26 @@ def test_weights_trained_in_float8_have_the_same_gradients_checkpointed_and_comp
         found = gradients(adapter, parameters)
     assert torch._dynamo.utils.counters["graph_break"] == {}
     assert cosine(found, expected) > 0.9999
+
+
+def test_full_checkpointing_keeps_no_float8_product_of_a_compiled_block(tiny_qwen_image: Path) -> None:
+    """Its backward makes each of them again, and one more for the gradient of the input."""
+    products: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+        products.append(len(calls))
+        return make_boxed_func(graph.forward)
+
+    adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16, components=("transformer",))
+    adapter.transformer.requires_grad_(True)
+    found = blocks.blocks_of(adapter.transformer)
+    num_products = train_in_fp8(found, min_size=16) // len(found)
+    checkpoint_blocks(adapter.transformer, "full", is_compiled=True)
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compile_blocks(adapter.transformer, backend=backend)
+    gradients(adapter, dict(adapter.transformer.named_parameters()))
+    assert products[:2] == [num_products, 2 * num_products]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.long), "selective"])
