@@ -1,11 +1,15 @@
 """Every family in the trainer: the log-probs that the rollout's sampler stored are recomputed bit for bit."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flowfleet.data.blobs import SyncBlobs
+from services.trainer.model import engine
+from services.trainer.parallel.blocks import compile_blocks
 from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker
@@ -41,6 +45,34 @@ def test_every_familys_ratio_is_exactly_one(
     assert metrics["rollout_corr/ratio_min"] == metrics["rollout_corr/ratio_max"] == 1.0
     assert metrics["actor/ratio_min"] == metrics["actor/ratio_max"] == 1.0
     assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_familys_checkpointed_blocks_compile_without_a_break(
+    kind: str, ranks: Ranks, files: SyncBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A break would leave a whole block to eager."""
+    monkeypatch.setattr(engine, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for is_compiled in (False, True):
+        spec = make_spec(
+            make_tiny(kind, tmp_path / f"model-{is_compiled}"),
+            model={"dtype": "bfloat16"},
+            rollout={"prompts_per_step": 2, **SETTINGS.get(kind, {})},
+            trainer={
+                "mode": "full",
+                "gradient_checkpointing": "full",
+                "compile": is_compiled,
+                "deterministic": False,
+            },
+        )
+        found.append(make_worker(spec, ranks, files, tmp_path).train(Drawer(spec).draw(files, 0)).metrics)
+    assert found[1]["actor/grad_norm"] == pytest.approx(found[0]["actor/grad_norm"], rel=1e-3)
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
