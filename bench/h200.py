@@ -99,6 +99,7 @@ ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
 FULL = "bench.speed.train --mode full --compile --state 8bit"
 FULL_LOOP = f"{PLAIN_LOOP} --mode full --rollouts 2 --trainers 2 --optimizer-state 8bit"
 FULL_FP8_LOOP = f"{FULL_LOOP} --quantization fp8 --trainer-quantization fp8"
+FULLY = "--images 128 --micro-batch 16 --checkpointing full"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
 BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
 PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
@@ -244,22 +245,8 @@ MEASUREMENTS = (
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
-    Measurement(
-        "loop-full",
-        "loop-full",
-        4,
-        500,
-        f"{FULL_LOOP} --images 128 --micro-batch 16 --checkpointing full",
-        tiny=TINY_LOOP,
-    ),
-    Measurement(
-        "loop-full-fp8",
-        "loop-full-fp8",
-        4,
-        500,
-        f"{FULL_FP8_LOOP} --images 128 --micro-batch 16 --checkpointing full",
-        tiny=None,
-    ),
+    Measurement("loop-full", "loop-full", 4, 500, f"{FULL_LOOP} {FULLY}", tiny=TINY_LOOP),
+    Measurement("loop-full-fp8", "loop-full-fp8", 4, 500, f"{FULL_FP8_LOOP} {FULLY}", tiny=None),
     Measurement(
         "loop-full-fp8-selective",
         "loop-full-fp8",

@@ -33,7 +33,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "only": ("trainer.samples=only",),
     "idle": ("trainer.samples=idle",),
     "fp8": ("model.base=fp8",),
-    "fp8, bf16 gradients": ("model.base=fp8", "trainer.base_gradients=bf16"),
     "merged": ("rollout.adapter=merged",),
     "flash": ("rollout.tail_steps=2",),
 }

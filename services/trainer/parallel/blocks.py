@@ -65,8 +65,8 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"], *, is_compiled: bool = False) -> None:
     """Makes each block forget its activations and compute them again in the backward; `selective` keeps the results of
     attention and of matrix products that are costly for their size. Where the blocks are compiled afterwards,
-    `is_compiled` has every operator marked as one to compute again: torch's own marks stop at an autograd.Function,
-    whose products it then keeps.
+    `is_compiled` has every operator marked as one to compute again: the marks of torch 2.11 stop at an
+    autograd.Function, whose products it then keeps.
 
     The transformers' own `enable_gradient_checkpointing` is not used, because diffusers' Chroma then leaves the
     attention mask out. Raises ValueError for a transformer that does not say what its blocks are.

@@ -24,8 +24,13 @@ def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
         devices.pick_device()
 
 
-def test_compiled_code_may_ask_for_triton() -> None:
-    """Blocks do, and a break in their graph would run them in eager."""
+def test_compiled_code_may_ask_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks do, and a break in their graph would run them in eager: Python 3.12's search for a module is one."""
+
+    def search(name: str) -> None:
+        raise AssertionError(f"looks for {name} while it is traced")
+
+    monkeypatch.setattr(devices, "find_spec", search)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x + devices.has_triton(torch.device("cuda"))
