@@ -103,8 +103,9 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "masters": FP32 * facts.trained / ranks,
         "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
         "gradients": gradients,
-        "gradients, whole": FP32 * facts.trained if is_lora else 0.0,
-        "gathered": (facts.trained if is_whole else IN_FLIGHT * facts.block + facts.outside) * item,
+        "gradients, whole": (item if is_whole else FP32) * facts.trained if is_lora else 0.0,
+        "copy for the forward": float(facts.trained * item) if is_whole else 0.0,
+        "gathered": 0.0 if is_whole else (IN_FLIGHT * facts.block + facts.outside) * item,
         "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
@@ -116,12 +117,14 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
-    only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
+    only_late: tuple[str, ...] = ("gradients, whole",) if is_whole else ()  # when activations are freed already
+    if backwards == 1 and not is_whole:
+        only_late = ("gradients", "gradients, whole")
     kept = (
         *("reference", "old policy", "average", "teachers", "samples"),
         *("decoder", "rewards' gradients", "as a replica"),
     )
-    resident = ("frozen base", "masters", "optimizer state", "gradients", *kept)
+    resident = ("frozen base", "masters", "copy for the forward", "optimizer state", "gradients", *kept)
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},
         update_peak=sum(size for name, size in parts.items() if name not in only_late),

@@ -1,9 +1,9 @@
 """Linears with a LoRA adapter as a rollout multiplies them: by products of their own, or merged into the weight.
 
-PEFT's own layers are the reference, and what a trainer and eager rollouts compute: A's product, B's, then their sum,
-each rounded by itself. Compiled rollouts multiply one input by the A matrices of several linears at once
-(`shared_down`) and add B's product where the large one was written (`add_adapters`): a sum in the graph would be a pass
-of its own before whatever quantizes the output, and torch.compile copies the output before an addmm into it.
+PEFT's own layers are the reference: A's product, B's, then their sum, each rounded by itself. Compiled, one input is
+multiplied by the A matrices of several linears at once (`shared_down`), which is all that a trainer changes. Rollouts
+also add B's product where the large one was written (`add_adapters`): a sum in the graph would be a pass of its own
+before whatever quantizes the output, and torch.compile copies the output before an addmm into it.
 
 A merged adapter is part of the weight, a copy that is rounded again for each version. It costs no product, but an early
 adapter changes most weights by less than a step of bfloat16, let alone float8, so that rounding replaces it.
@@ -39,11 +39,25 @@ def add_adapters(output: Tensor, down: Tensor, ups: list[Tensor], starts: list[i
         rows[:, start : start + len(up)].addmm_(part, up.t(), alpha=scale)
 
 
-class AdaptedLinear(PeftLinear):
-    """PEFT's layer without its roundings between the products. Made of one by swapping the class."""
+class SharingLinear(PeftLinear):
+    """PEFT's layer, for which A's product may come from outside. Made of one by swapping the class."""
 
     def forward(self, x: Tensor, rows: Rows | None = None, down: Tensor | None = None) -> Tensor:
         """`down`: x Aᵀ, where several linears share that product."""
+        shared = {} if rows is None else {"rows": rows}
+        if down is None:
+            return super().forward(x, **shared)
+        _, up, scale = factors(self)
+        output: Tensor = self.base_layer(x, **shared) + F.linear(down, up) * scale
+        return output
+
+
+class AdaptedLinear(PeftLinear):
+    """PEFT's layer without its roundings between the products, and without gradient. Made of one by swapping the
+    class."""
+
+    def forward(self, x: Tensor, rows: Rows | None = None, down: Tensor | None = None) -> Tensor:
+        """`down`: as `SharingLinear`."""
         shared = {} if rows is None else {"rows": rows}
         if torch.is_grad_enabled():
             return super().forward(x, **shared)
@@ -70,13 +84,19 @@ class MergedLinear(PeftLinear):
 
 def shared_down(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor] | None:
     """x Aᵀ for each linear, by one product; None unless each of them would compute its own."""
-    if torch.is_grad_enabled() or len(linears) < 2:
-        return None
-    adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear) and not linear.disable_adapters]
-    if len(adapted) < len(linears):
+    kinds = (SharingLinear,) if torch.is_grad_enabled() else (SharingLinear, AdaptedLinear)
+    adapted = [linear for linear in linears if isinstance(linear, kinds) and not linear.disable_adapters]
+    if len(adapted) < max(2, len(linears)):
         return None
     downs = [factors(linear)[0] for linear in adapted]
     return list(torch.split(F.linear(x, torch.cat(downs)), [len(down) for down in downs], dim=-1))
+
+
+def put_sharing(modules: Iterable[nn.Module]) -> None:
+    """Makes PEFT's linears among the modules compute as `SharingLinear`."""
+    for module in modules:
+        if type(module) is PeftLinear:
+            module.__class__ = SharingLinear
 
 
 def put_separate(modules: Iterable[nn.Module]) -> None:

@@ -233,9 +233,11 @@ class Worker:
         return published
 
     def share_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published:
-        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is."""
+        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is. All have it
+        when rank 0 is done and asks them to take it."""
         job = self._configured(request.job_id)
-        self._shared, hashes = _whole(job.engine.gather(evaluated=request.evaluated), self.ranks.device)
+        with self.ranks.together():
+            self._shared, hashes = _whole(job.engine.gather(evaluated=request.evaluated), self.ranks.device)
         size = sum(tensor.nbytes for tensor in self._shared.values())
         return Published(int(request.version), hashes, size, evaluated=request.evaluated)
 

@@ -1,16 +1,17 @@
-"""The model on its ranks: transformers and adapter under FSDP2, AdamW on what is trained.
+"""The model on its ranks: transformers and adapter, spread by FSDP2 or whole on each, AdamW on what is trained.
 
 Only the transformers are loaded: one, or the two experts of some families, each an FSDP root of its own whose blocks
-are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). With LoRA the
-base stays in `model.dtype`, frozen, and every rank holds all of it where it fits (`trainer.sharding`); what is trained,
-the adapters or everything, has fp32 masters that FSDP casts to `model.dtype` for the forward and reduces in fp32.
+are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). What is
+trained, the adapters or everything, has fp32 masters that FSDP casts to `model.dtype` for the forward and reduces in
+fp32. With LoRA the base stays in `model.dtype`, frozen, and every rank holds all of it and of the adapter where it fits
+(`trainer.sharding`): without FSDP, by replicated.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flowfleet.models.registry import family_of
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
-from flowfleet.quantization import layers
+from flowfleet.quantization import adapted, layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
 from services.trainer.model.gather import Gather
@@ -38,6 +39,7 @@ from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
 from services.trainer.parallel.blocks import blocks_of, checkpoint_blocks, compile_blocks
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Engine:
             if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing, is_compiled=spec.trainer.compile)
             if spec.trainer.compile:
+                adapted.put_sharing(expert.modules())
                 compile_blocks(expert)
         if spec.trainer.compile:
             ranks.beats.watch_compilations()
@@ -112,7 +115,8 @@ class Engine:
         self.replicates = self._all_fit()
         for component, expert in self.experts.items():
             blocks = blocks_of(expert)  # FSDP renames their classes
-            shard_expert(expert, self.ranks, self.dtype, replicates=self.replicates)
+            if not self.replicates:
+                shard_expert(expert, self.ranks, self.dtype)
             source = self._sources.pop(component)
             if self.is_quantized:
                 fill_by_blocks(expert, blocks, source, self.ranks, self._quantize)
@@ -122,6 +126,9 @@ class Engine:
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
+        if self.replicates:
+            self._replicated = {component: self._replicate(component) for component in self.experts}
+            self.trained = {name: m for whole in self._replicated.values() for name, m in whole.masters.items()}
         teachers = {name: self._read(start) for name, start in self._teachers.items()}
         if self.is_lora:
             self._start_adapter()
@@ -154,17 +161,18 @@ class Engine:
         """Inside, forwards (without gradient) are those of another policy; see `Policies.active`."""
         return self.policies.active(policy)
 
-    def set_last_backward(self, component: str, is_last: bool) -> None:
-        """Before each forward and backward of an update, for the expert that it goes through.
+    @contextmanager
+    def backward(self, component: str, *, is_last: bool) -> Iterator[None]:
+        """Around each forward and backward of an update, for the expert that it goes through. Collective at the last.
 
         An adapter's gradients are reduced once, at the expert's last; full ones each time, because no rank can keep
         them unsharded.
         """
-        expert = self.experts[component]
-        if self.is_lora:
-            expert.set_requires_gradient_sync(is_last)
+        if self.is_lora and not self.replicates:
+            self.experts[component].set_requires_gradient_sync(is_last)
+        yield
         if self.replicates:
-            expert.set_reshard_after_backward(is_last)
+            self._replicated[component].collect(is_last=is_last)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -197,6 +205,10 @@ class Engine:
         )
         loaded.checkpoint_decoding()
         return loaded
+
+    def _replicate(self, component: str) -> ReplicatedAdapter:
+        own = {name: p for name, p in self.trained.items() if name.startswith(f"{component}.")}
+        return ReplicatedAdapter(self.experts[component], own, self.ranks, self.dtype)
 
     def _quantize(self, block: nn.Module) -> None:
         layers.replace_weights([block], gradients=self.spec.trainer.base_gradients)

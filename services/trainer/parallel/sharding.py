@@ -1,8 +1,7 @@
 """FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors.
 
-Two ways. Spread: each rank holds its rows of every parameter, and gathers a block's when it computes. Replicated: each
-rank holds all of a frozen base and of its adapter, gathers nothing, and all-reduces the adapter's gradients; to FSDP
-that is a mesh of replicas with one shard each.
+Each rank holds its rows of every parameter, and gathers a block's when it computes. What every rank holds whole
+(replicated.py) is spread as well: over a mesh of replicas with one shard each.
 """
 
 from __future__ import annotations
@@ -17,35 +16,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from services.trainer.parallel.blocks import blocks_of
 from services.trainer.parallel.ranks import Ranks
 
 
-def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, replicates: bool = False) -> None:
+def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place.
 
-    Parameters are gathered in `dtype` and gradients reduced in fp32. `replicates`: every rank holds everything. Frozen
-    parameters are then none of FSDP's business, in their own dtype, and a unit stays as it is after its forward.
-    Parameters may be on the meta device; `allocate` comes next then. Raises ValueError for a transformer that does not
-    say what its blocks are.
+    Parameters are gathered in `dtype` and gradients reduced in fp32. Parameters may be on the meta device; `allocate`
+    comes next then. Raises ValueError for a transformer that does not say what its blocks are.
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    frozen = {parameter for parameter in expert.parameters() if not parameter.requires_grad}
-    shape = (ranks.world_size, 1) if replicates and ranks.world_size > 1 else (ranks.world_size,)
-    settings: Any = {
-        "mesh": _mesh(ranks.device.type, shape),
-        "mp_policy": policy,
-        "reshard_after_forward": False if replicates else None,
-        "ignored_params": frozen if replicates or ranks.world_size == 1 else None,
-    }
+    settings: Any = {"mesh": _mesh(ranks.device.type, (ranks.world_size,)), "mp_policy": policy}
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     for block in blocks_of(expert):
         fully_shard(block, **settings)
     fully_shard(expert, **settings)
+
+
+def replicate(tensor: Tensor, ranks: Ranks) -> DTensor:
+    """A tensor that every rank holds whole, on its memory."""
+    shape = (ranks.world_size, 1) if ranks.world_size > 1 else (1,)
+    placements = [Replicate(), Shard(0)][-len(shape) :]
+    return DTensor.from_local(tensor, _mesh(ranks.device.type, shape), placements, run_check=False)
 
 
 def allocate(expert: nn.Module, device: torch.device) -> None:

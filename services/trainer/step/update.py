@@ -72,10 +72,10 @@ class StepTrainer:
         forwards = self._objective.forwards(number)
         last = {forward.component: place for place, forward in enumerate(forwards)}
         for place, forward in enumerate(forwards):
-            self._engine.set_last_backward(forward.component, place == last[forward.component])
-            losses = forward.losses()
-            loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
-            torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # FSDP averages over the ranks
+            with self._engine.backward(forward.component, is_last=place == last[forward.component]):
+                losses = forward.losses()
+                loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
+                torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # the ranks' mean is taken
             self._totals.add_loss(forward.batch, loss.detach())
             self._engine.ranks.beats.beat()
         outcome = self._engine.optimizer.step(learning_rate(self._engine.spec, self._step, self._num_updates), scale)

@@ -123,7 +123,9 @@ def test_the_optimizers_step_holds_masters_gradients_and_moments(
     assert "frozen base" not in memory.parts
 
 
-def test_a_step_whose_updates_are_one_backward_has_no_gradients_at_its_start(eager: tuple[JobSpec, Facts]) -> None:
+def test_no_gradients_are_there_at_the_start_of_a_step_whose_updates_are_one_backward(
+    eager: tuple[JobSpec, Facts],
+) -> None:
     spec, facts = eager
     window = spec.rollout.window.model_copy(update={"size": 1})
     one = spec.model_copy(
@@ -131,14 +133,26 @@ def test_a_step_whose_updates_are_one_backward_has_no_gradients_at_its_start(eag
             "rollout": spec.rollout.model_copy(update={"window": window, "prompts_per_step": 1, "group_size": 16}),
         }
     )
-    one = changed(one, updates_per_step=1)
-    two = changed(one, micro_batch_size=8)
+    one = changed(one, updates_per_step=1, world_size=2, sharding="fsdp")
+    two = changed(one, micro_batch_size=4)
 
     first, second = trainer_memory(one, facts), trainer_memory(two, facts)
 
     held = ("gradients", "gradients, whole")
     assert first.update_peak == pytest.approx(sum(size for name, size in first.parts.items() if name not in held))
     assert second.update_peak == pytest.approx(sum(second.parts.values()))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 16])
+def test_an_adapter_that_is_whole_keeps_its_sums_and_has_gradients_once_activations_are_freed(
+    eager: tuple[JobSpec, Facts], micro_batch_size: int
+) -> None:
+    spec, facts = eager
+    memory = trainer_memory(changed(spec, micro_batch_size=micro_batch_size), facts)
+    assert memory.parts["gradients"] == 2 * memory.parts["gradients, whole"] == 4 * facts.trained
+    assert memory.update_peak == pytest.approx(sum(memory.parts.values()) - memory.parts["gradients, whole"])
+    held = sum(memory.parts[name] for name in ("masters", "gradients", "copy for the forward", "optimizer state"))
+    assert memory.optimizer_peak == pytest.approx(memory.parts["frozen base"] + memory.parts["samples"] + held)
 
 
 def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[JobSpec, Facts]) -> None:

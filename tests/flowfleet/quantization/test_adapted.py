@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec
-from flowfleet.quantization.adapted import AdaptedLinear, MergedLinear, add_adapters, shared_down
+from flowfleet.quantization.adapted import (
+    AdaptedLinear,
+    MergedLinear,
+    SharingLinear,
+    add_adapters,
+    put_sharing,
+    shared_down,
+)
 from flowfleet.quantization.layers import project, replace_weights
 from flowfleet.weights import lora
 from services.rollout.engines import acceleration
@@ -83,6 +90,36 @@ def test_one_product_of_several_adapters_says_what_pefts_layers_say(tiny_qwen_im
     assert shared_down(x, linears) is None  # with gradients PEFT's layers compute
     lora.remove_lora(adapter.experts)
     assert torch.equal(velocity(adapter), plain)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_trained_linears_that_share_a_product_have_pefts_outputs_and_gradients(
+    tiny_qwen_image: Path, base: str
+) -> None:
+    dtype, near = (torch.float32, 1e-5) if base == "plain" else (torch.bfloat16, 2e-2)
+    adapter = made(tiny_qwen_image, base, std=0.2, dtype=dtype)
+    attention = adapter.transformer.transformer_blocks[0].attn
+    linears = [attention.to_q, attention.to_k, attention.to_v]
+    x = random(2, 5, attention.to_q.in_features).to(dtype).requires_grad_()
+    weights = [parameter for linear in linears for parameter in linear.parameters() if parameter.requires_grad]
+
+    def outcome() -> list[Tensor]:
+        outputs = project(x, linears)
+        loss = sum((part.float() * (place + 1)).square().sum() for place, part in enumerate(outputs))
+        return [*outputs, *torch.autograd.grad(loss, [x, *weights])]  # type: ignore[arg-type]
+
+    assert shared_down(x, linears) is None
+    expected = outcome()
+    put_sharing(adapter.transformer.modules())
+    assert len(layers_of(adapter, SharingLinear)) == 12 * len(adapter.transformer.transformer_blocks)
+    assert shared_down(x, linears) is not None
+    for mine, theirs in zip(outcome(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near * float(theirs.abs().max()))
+    with torch.no_grad():
+        for mine, theirs in zip(project(x, linears), expected[:3], strict=True):  # and the same without gradient
+            torch.testing.assert_close(mine, theirs, rtol=near, atol=near * float(theirs.abs().max()))
+    with lora.adapter_disabled(adapter.experts):
+        assert shared_down(x, linears) is None
 
 
 @pytest.mark.long

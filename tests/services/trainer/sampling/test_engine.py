@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,20 @@ async def test_a_rank_makes_a_rollouts_bits_from_one_copy_of_the_base(worker: Wo
     with pytest.raises(ValueError, match="it samples for that job alone"):
         await engine.prepare(model_spec(spec), None)
     await engine.close()
+
+
+def test_ranks_go_on_together_once_each_holds_the_adapter(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks all of them to take it as soon as it is done itself."""
+    held_at_meetings: list[int] = []
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        yield
+        held_at_meetings.append(len(worker._shared))
+
+    monkeypatch.setattr(worker.ranks, "together", together)
+    worker.share_adapter(PublishWeightsRequest(job_id=JOB, version=0))
+    assert held_at_meetings == [len(engine_of(worker).trained)]
 
 
 @pytest.mark.anyio

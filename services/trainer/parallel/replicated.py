@@ -1,0 +1,109 @@
+"""An adapter that every rank holds whole, next to a whole frozen base: no part of the model is FSDP's.
+
+FSDP's hooks at each block, and a sum for each gradient, would take a sixth of the host's time in a pass, which is what
+a small micro-batch waits for. Here the modules hold the adapter in the model's dtype, which each forward copies from
+the fp32 masters; the gradients of a backward are added up in fp32 after it, and all-reduced once an update. What is one
+number a parameter lies in one flat tensor, so that to copy or to reduce takes one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import replicate
+
+CHUNK = 2**26
+"""Elements of gradients that are widened at a time."""
+ALIGNMENT = 64
+"""Elements that a parameter's place in a flat tensor is a multiple of: kernels are faster on aligned ones."""
+
+
+class ReplicatedAdapter:
+    """What is trained of one transformer, which has memory and comes without FSDP."""
+
+    masters: dict[str, DTensor]
+    """fp32, whole on every rank, by published name. The last `collect` of an update sets their `grad`."""
+
+    def __init__(
+        self, expert: nn.Module, parameters: Mapping[str, nn.Parameter], ranks: Ranks, dtype: torch.dtype
+    ) -> None:
+        """Makes the trained parameters, by published name, copies of their masters in `dtype`; in fp32 they are those
+        themselves."""
+        self._ranks = ranks
+        self._parameters = parameters
+        masters, values = self._flat(torch.float32)
+        self.masters = {name: replicate(value, ranks) for name, value in values.items()}
+        for name, parameter in parameters.items():
+            values[name].copy_(parameter.detach())
+        if dtype != torch.float32:
+            copies, values = self._flat(dtype)
+            expert.register_forward_pre_hook(lambda *_: _copy(masters, copies))
+        for name, parameter in parameters.items():
+            parameter.data = values[name]  # with a count of writes of its own: backwards do not mind the copying
+        self._sums: Tensor | None = None
+        self._places: dict[str, Tensor] = {}
+        self._grads: dict[str, DTensor] = {}
+        self._used: set[str] = set()
+
+    def collect(self, *, is_last: bool) -> None:
+        """After each backward of an update. Collective where it is the last: the masters then have the mean over the
+        ranks as their gradients, where any backward gave one."""
+        given = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+        sums = self._sums if self._used and self._sums is not None else self._started()
+        self._used |= given.keys()
+        _add([self._places[name] for name in given], list(given.values()))
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if is_last:
+            if self._ranks.world_size > 1:
+                dist.all_reduce(sums)
+                sums /= self._ranks.world_size
+            for name in self._used:
+                self.masters[name].grad = self._grads[name]
+            self._used = set()
+
+    def _started(self) -> Tensor:
+        """The flat sums, at zero; made at the first backward."""
+        if self._sums is None:
+            self._sums, self._places = self._flat(torch.float32)
+            self._grads = {name: replicate(place, self._ranks) for name, place in self._places.items()}
+        return self._sums.zero_()
+
+    def _flat(self, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        """Zeros, and each parameter's place in them."""
+        sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self._parameters.values()]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self._ranks.device)
+        places = zip(self._parameters.items(), torch.split(flat, sizes), strict=True)
+        return flat, {name: place[: p.numel()].view_as(p) for (name, p), place in places}
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _add(sums: list[Tensor], grads: list[Tensor]) -> None:
+    """Adds gradients in any dtype to fp32 sums, by few calls."""
+    for part in _chunks(grads):
+        wide = grads[part]
+        if grads[0].dtype != torch.float32:
+            wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads[part]]
+            torch._foreach_copy_(wide, grads[part])
+        torch._foreach_add_(sums[part], wide)
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[slice]:
+    """Slices of at most `CHUNK` elements, or of one tensor."""
+    start, size = 0, 0
+    for place, tensor in enumerate(tensors):
+        if size and size + tensor.numel() > CHUNK:
+            yield slice(start, place)
+            start, size = place, 0
+        size += tensor.numel()
+    if size:
+        yield slice(start, len(tensors))
