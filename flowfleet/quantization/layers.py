@@ -47,10 +47,14 @@ class Fp8Linear(nn.Linear):
 class Fp8Base(Fp8Linear):
     """One whose weight is in float8 itself."""
 
+    fp8_ones: Tensor
+    """(1, in_features) float32: to make them for each backward would launch a kernel every time."""
     gradients: Gradients = "fp8"
 
     def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
-        return fp8_linear(input, self.weight, self.fp8_scale, self.bias, rows=rows, gradients=self.gradients)
+        return fp8_linear(
+            input, self.weight, self.fp8_scale, self.bias, rows=rows, gradients=self.gradients, ones=self.fp8_ones
+        )
 
 
 class Fp8Trained(Fp8Linear):
@@ -145,6 +149,8 @@ def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8"
             add_copies([linear], min_size=0)
             continue
         _add_scale(linear)
+        ones = torch.ones(1, linear.in_features, device=linear.weight.device)
+        linear.register_buffer("fp8_ones", ones, persistent=False)
         quantized, scale = quantize_rows(linear.weight)
         linear.weight = nn.Parameter(quantized, requires_grad=False)
         cast(Tensor, linear.fp8_scale).copy_(scale.t())
@@ -166,6 +172,7 @@ def adopt(linear: nn.Linear, base: Fp8Base) -> None:
     """Makes a linear the float8 base that another one is, on the same memory, but for the bias."""
     linear.weight = nn.Parameter(base.weight.detach(), requires_grad=False)
     linear.register_buffer("fp8_scale", base.fp8_scale, persistent=False)
+    linear.register_buffer("fp8_ones", base.fp8_ones, persistent=False)
     linear.__class__ = Fp8Base
     cast(Fp8Base, linear).gradients = base.gradients
 

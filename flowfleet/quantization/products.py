@@ -29,6 +29,7 @@ def fp8_linear(
     *,
     rows: Rows | None = None,
     gradients: Gradients = "fp8",
+    ones: Tensor | None = None,
 ) -> Tensor:
     """x Wᵀ + b in the dtype of `x`, with x quantized row by row.
 
@@ -39,10 +40,11 @@ def fp8_linear(
         bias: (N,) of the dtype of `x`, or None.
         rows: x quantized already, where several linears share it.
         gradients: of the product for the gradient of `x`.
+        ones: (1, K) float32, the scales of that product; made each time where they are not given.
     """
     flat = x.reshape(-1, x.shape[-1])
     quantized, scale = quantize_rows(flat.detach()) if rows is None else rows
-    product: Tensor = _Product.apply(flat, quantized, scale, weight, weight_scale, bias, gradients)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(flat, quantized, scale, weight, weight_scale, bias, gradients, ones)  # type: ignore[no-untyped-call]
     return product.reshape(*x.shape[:-1], len(weight))
 
 
@@ -57,20 +59,21 @@ class _Product(torch.autograd.Function):
         weight_scale: Tensor,
         bias: Tensor | None,
         gradients: Gradients,
+        ones: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(weight, weight_scale)
+        ctx.save_for_backward(weight, weight_scale, ones)
         ctx.gradients = gradients
         return multiply(quantized, scale, weight, weight_scale, x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight, weight_scale = ctx.saved_tensors
+        weight, weight_scale, ones = ctx.saved_tensors
         grad = grads[0]
         if ctx.gradients == "fp8":
-            into = _gradient(grad, weight, weight_scale)
+            into = _gradient(grad, weight, weight_scale, ones)
         else:
             into = (grad * weight_scale).to(grad.dtype) @ weight.to(grad.dtype)
-        return into, None, None, None, None, None, None
+        return into, None, None, None, None, None, None, None
 
 
 def fp8_trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rows: Rows | None = None) -> Tensor:
@@ -112,10 +115,11 @@ def _quantize_weight(weight: Tensor) -> Rows:
     return rows, scale.view(1, -1)
 
 
-def _gradient(grad: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def _gradient(grad: Tensor, weight: Tensor, weight_scale: Tensor, ones: Tensor | None = None) -> Tensor:
     """g W (M, K) in float8."""
     rows, scale = quantize_rows(grad, weight_scale[0])
-    ones = torch.ones(1, weight.shape[1], device=grad.device)
+    if ones is None:
+        ones = torch.ones(1, weight.shape[1], device=grad.device)
     return multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
 
 
