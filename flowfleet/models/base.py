@@ -286,6 +286,10 @@ class ModelAdapter(ABC):
         if getattr(self.vae, "_supports_gradient_checkpointing", False):
             self.vae.enable_gradient_checkpointing()
 
+    def compile_decoding(self) -> None:
+        """Has the VAE's decoder compile what gains by it, where there is such; `rollout.compile` asks for it."""
+        return  # the other families' VAEs stay as they are
+
     def _pixels(self, latents: Tensor, size: Size) -> Tensor:
         """(B, 3, H, W) from -1 to 1, with gradient."""
         raise ValueError(

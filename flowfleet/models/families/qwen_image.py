@@ -100,6 +100,10 @@ class QwenImageAdapter(ModelAdapter):
         assert self._decoder is not None
         self._decoder.checkpoints = True
 
+    def compile_decoding(self) -> None:
+        if self._decoder is not None:
+            self._decoder.compile_activations()
+
     def _pixels(self, latents: Tensor, size: Size) -> Tensor:
         assert self._decoder is not None
         planes = unpack(latents.to(self.device, torch.float32), *self._token_grid(size))

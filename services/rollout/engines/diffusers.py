@@ -31,6 +31,7 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
         adapter.limit_tokens(model.max_sequence_length or None)
         acceleration.accelerate(adapter.experts, compile=model.compile, quantization=model.quantization)
         if model.compile:
+            adapter.compile_decoding()
             acceleration.watch_compilation(self.pulse)
         self._sampler = Sampler(adapter)
 

@@ -57,6 +57,20 @@ def test_bfloat16_stays_bfloat16_and_near_float32() -> None:
     assert (half.float() - exact).abs().mean() < 0.02
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@torch.no_grad()
+def test_it_decodes_the_same_once_compiled(dtype: torch.dtype, near: float) -> None:
+    torch._dynamo.reset()
+    vae = make_vae().to(dtype)
+    plain, compiled = SingleFrameDecoder(vae), SingleFrameDecoder(vae)
+    compiled.compile_activations()
+    for batch in (2, 1):  # the last chunk of a batch is smaller
+        latents = torch.randn(batch, 4, 8, 8).to(dtype)
+        torch.testing.assert_close(compiled(latents), plain(latents), rtol=0, atol=near)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+
+
 def test_it_is_frozen_and_without_the_unused_time_slices() -> None:
     vae = make_vae()
     decoder = SingleFrameDecoder(vae)
