@@ -47,6 +47,7 @@ class ShardedAdamW:
         self._moments = make_moments(part.state, {name: local(parameter) for name, parameter in trained.items()})
         self._num_steps = {_component(name): 0 for name in trained}
 
+    @torch.no_grad()
     def step(self, lr: float, loss_scale: float = 1.0) -> UpdateOutcome:
         """Collective. Divides the gradients by the loss's scale, clips and applies them, or drops them if they are not
         finite; then frees them."""
@@ -77,7 +78,6 @@ class ShardedAdamW:
         """Resumes at `num_steps`; the moments were loaded in place."""
         self._num_steps = {component: num_steps[component] for component in self._num_steps}
 
-    @torch.no_grad()
     def _apply(self, grads: Mapping[str, Tensor], lr: float) -> None:
         for component in dict.fromkeys(map(_component, grads)):
             own = {name: grad for name, grad in grads.items() if _component(name) == component}
