@@ -611,6 +611,10 @@ class SchedulePart(Part):
     """Denoising steps of validation; unset: as in training."""
     validation_sampler: SamplerName | None = None
     """Sampler of validation; unset: `rollout.sampler`."""
+    validation_height: int | None = Field(default=None, ge=16, le=8192, multiple_of=16)
+    """Pixels of held-out samples; unset: `rollout.height`. A job may train on smaller ones, which are cheaper."""
+    validation_width: int | None = Field(default=None, ge=16, le=8192, multiple_of=16)
+    """Pixels of held-out samples; unset: `rollout.width`."""
     validation_samples: int = Field(default=1, ge=1, le=4096)
     """Samples of each held-out prompt. The first keeps its seed whatever the number."""
     max_staleness: int = Field(default=0, ge=0, le=16)
@@ -756,8 +760,16 @@ class JobSpec(Part):
 
     @property
     def held_out_per_request(self) -> int:
-        """Held-out prompts of one request, all samples of each."""
-        return max(1, self.rollout.batch_size // self.schedule.validation_samples)
+        """Held-out prompts of one request, all samples of each: as many pixels as a batch of training has."""
+        trained, shown = self.rollout.size, self.validation_size
+        rows = self.rollout.batch_size * trained.height * trained.width // (shown.height * shown.width)
+        return max(1, rows // self.schedule.validation_samples)
+
+    @property
+    def validation_size(self) -> Size:
+        """Size of held-out samples."""
+        part, size = self.schedule, self.rollout.size
+        return Size(part.validation_height or size.height, part.validation_width or size.width, size.num_frames)
 
     def teacher_of(self, source: str) -> str:
         """Name of the teacher of a source's prompts, by its name; empty for losses without teachers."""

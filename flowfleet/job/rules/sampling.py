@@ -131,7 +131,7 @@ def sampler(job: JobSpec) -> Iterator[str]:
             "ones: lower it, or leave it out"
         )
     if not job.data.is_validated:
-        settings = ("schedule.validation_sampler", "schedule.validation_samples")
+        settings = tuple(f"schedule.validation_{name}" for name in ("sampler", "samples", "height", "width"))
         yield from unheard(job, settings, "without data.validation: leave it out")
 
 

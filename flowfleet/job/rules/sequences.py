@@ -41,6 +41,8 @@ _OF_FLOWS = (
     *(f"rollout.{name}" for name in _FLOW_SAMPLING),
     "schedule.validation_steps",
     "schedule.validation_sampler",
+    "schedule.validation_height",
+    "schedule.validation_width",
     "algorithm.kl_reward",
     "trainer.micro_batch_size",
     "trainer.base_gradients",

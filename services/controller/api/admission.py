@@ -250,9 +250,16 @@ def _size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iter
             f"{less} or {less + step}"
         )
     multiple = _pixel_multiple(hub.configurations(sources.places.pipeline(spec.model.path)), family)
-    for name, pixels in (("height", spec.rollout.height), ("width", spec.rollout.width)):
-        if pixels % multiple:
-            yield f"rollout.{name} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
+    rollout, schedule = spec.rollout, spec.schedule
+    sides = {
+        "rollout.height": rollout.height,
+        "rollout.width": rollout.width,
+        "schedule.validation_height": schedule.validation_height,
+        "schedule.validation_width": schedule.validation_width,
+    }
+    for setting, pixels in sides.items():
+        if pixels is not None and pixels % multiple:
+            yield f"{setting} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
 
 
 def _pixel_multiple(path: Path, family: ModelFamily) -> int:
@@ -268,9 +275,13 @@ def _pixel_multiple(path: Path, family: ModelFamily) -> int:
 
 def _limit_problems(spec: JobSpec) -> Iterator[str]:
     """Samples that every reward would refuse unread."""
-    rollout = spec.rollout
-    if spec.rewards and (excess := MediaLimits().excess(rollout.width, rollout.height, rollout.num_frames)):
+    if not spec.rewards:
+        return
+    limits, rollout, shown = MediaLimits(), spec.rollout, spec.validation_size
+    if excess := limits.excess(rollout.width, rollout.height, rollout.num_frames):
         yield f"rollout: samples of {excess} by rewards; lower rollout.num_frames, height or width"
+    elif excess := limits.excess(shown.width, shown.height, shown.num_frames):
+        yield f"schedule: held-out samples of {excess} by rewards; lower schedule.validation_height or _width"
 
 
 # -- the data --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from flowfleet.algorithms.registry import LossKind
 from flowfleet.algorithms.sequences.overlong import overlong_penalty
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.settings import Size
 from flowfleet.proto import common_pb2, rollout_pb2
 
 OVERLONG = "/overlong"
@@ -43,7 +44,7 @@ class FlowPolicy:
     def trained(self, spec: JobSpec, step: int) -> rollout_pb2.GenerateRequest:
         noise = spec.rollout.noise
         return rollout_pb2.GenerateRequest(
-            sampling=self._sampling(spec, spec.rollout.num_inference_steps, spec.rollout.sampler),
+            sampling=self._sampling(spec, spec.rollout.size, spec.rollout.num_inference_steps, spec.rollout.sampler),
             noise=rollout_pb2.Noise(
                 step_type=noise.type,
                 eta=noise.eta,
@@ -58,8 +59,9 @@ class FlowPolicy:
 
     def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
         steps = spec.schedule.validation_steps or spec.rollout.num_inference_steps
+        sampler = spec.schedule.validation_sampler or spec.rollout.sampler
         return rollout_pb2.GenerateRequest(
-            sampling=self._sampling(spec, steps, spec.schedule.validation_sampler or spec.rollout.sampler),
+            sampling=self._sampling(spec, spec.validation_size, steps, sampler),
             noise=rollout_pb2.Noise(step_type=spec.rollout.noise.type, eta=0.0),
         )
 
@@ -75,10 +77,10 @@ class FlowPolicy:
     def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
         return {}
 
-    def _sampling(self, spec: JobSpec, num_inference_steps: int, sampler: str) -> rollout_pb2.Sampling:
+    def _sampling(self, spec: JobSpec, size: Size, num_inference_steps: int, sampler: str) -> rollout_pb2.Sampling:
         return rollout_pb2.Sampling(
-            height=spec.rollout.height,
-            width=spec.rollout.width,
+            height=size.height,
+            width=size.width,
             num_inference_steps=num_inference_steps,
             guidance_scale=spec.rollout.guidance_scale,
             negative_prompt=spec.rollout.negative_prompt,

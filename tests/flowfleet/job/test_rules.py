@@ -8,6 +8,7 @@ import pytest
 from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.models.settings import Size
 
 Parts = dict[str, Any]
 
@@ -378,6 +379,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "a sampler of no validation": (
         {"schedule": {"validation_sampler": "dpm_solver_2"}},
         "schedule.validation_sampler has no effect",
+        "leave it out",
+    ),
+    "a size of no validation": (
+        {"schedule": {"validation_width": 1024}},
+        "schedule.validation_width has no effect",
         "leave it out",
     ),
     # Settings of a loss
@@ -799,6 +805,10 @@ ALLOWED: dict[str, dict[str, Parts]] = {
         "schedule": {"validation_sampler": "dpm_solver_2"},
         "data": {"train": "t.txt", "validation": "v.txt"},
     },
+    "a size of validation alone": {
+        "schedule": {"validation_height": 1024, "validation_width": 1024},
+        "data": {"train": "t.txt", "validation": "v.txt"},
+    },
     "every window of MixGRPO": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"strategy": "random"}}},
     "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
     "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},
@@ -951,6 +961,17 @@ def test_an_evaluation_needs_prompts_and_no_training() -> None:
     several = spec_of(schedule={"validation_samples": 3}, data=data, rollout={"batch_size": 7})
     assert several.held_out_per_request == 2
     assert spec_of(schedule={"validation_samples": 99}, data=data).held_out_per_request == 1
+
+
+def test_larger_held_out_samples_come_in_smaller_requests() -> None:
+    data, rollout = {"train": "t.txt", "validation": "v.txt"}, {"batch_size": 16, "height": 256, "width": 512}
+    plain = spec_of(data=data, rollout=rollout)
+    assert (plain.validation_size, plain.held_out_per_request) == (plain.rollout.size, 16)
+    wide = spec_of(data=data, rollout=rollout, schedule={"validation_height": 512})
+    assert (wide.validation_size, wide.held_out_per_request) == (Size(512, 512), 8)
+    large = spec_of(data=data, rollout=rollout, schedule={"validation_height": 2048, "validation_width": 2048})
+    assert large.held_out_per_request == 1
+    assert large.rollout.size == plain.rollout.size
 
 
 def test_votes_without_another_guard_are_warned_of() -> None:

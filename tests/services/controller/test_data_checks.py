@@ -34,6 +34,12 @@ def pair(chosen: str = "1.png", rejected: str = "2.png", **more: Any) -> dict[st
     return {"prompt": "a", "chosen": chosen, "rejected": rejected, **more}
 
 
+def prompts_of(folder: Path) -> dict[str, str]:
+    """Data of a job that validates."""
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    return {name: str(folder / "prompts.txt") for name in ("train", "validation")}
+
+
 def picture(path: Path, width: int, height: int, orientation: int | None = None) -> str:
     """Its file name."""
     exif = Image.Exif()
@@ -92,6 +98,10 @@ async def test_the_checkpoints_vae_says_which_sizes_are_drawn(api: Api, job: Job
     [(setting, detail)] = await refusals(api, job(model=wan, rollout=rollout))
     assert setting == "rollout.height"
     assert "draws multiples of 32 pixels" in detail
+    held_out = {"rollout": {**rollout, "height": 64}, "data": prompts_of(tmp_path)}
+    [(setting, detail)] = await refusals(api, job(model=wan, **held_out, schedule={"validation_width": 80}))
+    assert setting == "schedule.validation_width"
+    assert "draws multiples of 32 pixels" in detail
 
 
 async def test_what_rewards_would_refuse_is_not_sampled(api: Api, job: Job, tmp_path: Path) -> None:
@@ -105,6 +115,9 @@ async def test_what_rewards_would_refuse_is_not_sampled(api: Api, job: Job, tmp_
     assert f"129 frames of 1024 x 1024: at most {limits.max_frames} frames and {limits.max_total_pixels}" in detail
     [(setting, detail)] = await refusals(api, job(rollout={"height": 4096, "width": 4112}))
     assert (setting, f"at most {limits.max_pixels} pixels" in detail) == ("rollout", True)
+    large = {"validation_height": 4096, "validation_width": 4112}
+    [(setting, detail)] = await refusals(api, job(data=prompts_of(tmp_path), schedule=large))
+    assert (setting, "lower schedule.validation_height" in detail) == ("schedule", True)
 
 
 def test_as_many_frames_as_a_job_may_ask_for_are_read() -> None:
