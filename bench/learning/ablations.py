@@ -5,7 +5,8 @@
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the best learning
 rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
-how old they were is a column: small micro-batches slow the trainer, so that samples grow old. Runs go into
+how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
+base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--set model.path=FOLDER`). Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -61,6 +62,11 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
     "window": [
         *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 7)),
         Line("moving 2", ('rollout.window.strategy="random"', "rollout.window.size=2")),
+    ],
+    "resolution": [
+        Line("64 pixels"),
+        Line("64, judged at 128", ("schedule.validation_height=128", "schedule.validation_width=128")),
+        Line("128 pixels", ("rollout.height=128", "rollout.width=128")),
     ],
     "guidance": [
         Line(f"{one.title}, guidance {scale}", (f"rollout.guidance_scale={scale}",), one)

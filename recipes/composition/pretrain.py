@@ -71,8 +71,18 @@ PLANS = {
 """What `--world` names."""
 
 
-def make(world: World, plan: Plan, flawed_share: float, seed: int, device: torch.device, *, compiled: bool) -> Any:
-    """Render and train; returns the pipeline, its weights rounded to fp16 but held in fp32."""
+def make(
+    world: World,
+    plan: Plan,
+    flawed_share: float,
+    seed: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    larger: World | None = None,
+) -> Any:
+    """Render and train; returns the pipeline, its weights rounded to fp16 but held in fp32. `larger`: the world in
+    larger pictures, which it also learns to draw."""
     torch.manual_seed(seed)
     pipeline = build_pipeline(plan.size, captions.words(world)).to(device)
     pipeline.set_progress_bar_config(disable=True)
@@ -80,18 +90,29 @@ def make(world: World, plan: Plan, flawed_share: float, seed: int, device: torch
         logger.info("%s: %.2f M parameters", name, num_parameters(getattr(pipeline, name)) / 1e6)
 
     clock = _Clock()
-    few = torch.cat([pixels for pixels, _ in rendered(world, plan.autoencoder_pictures, 0.0, seed + 1, device)])
+    few, wide = (
+        torch.cat([pixels for pixels, _ in rendered(each, plan.autoencoder_pictures, 0.0, seed + 1, device)])
+        if each is not None
+        else None
+        for each in (world, larger)
+    )
+    assert few is not None
     clock.log("rendered %d scenes for the autoencoder", len(few))
-    train_autoencoder(pipeline.vae, few, plan.autoencoder, plan.autoencoder_batch)
-    del few
+    train_autoencoder(pipeline.vae, few, plan.autoencoder, plan.autoencoder_batch, wide)
+    del few, wide
     fresh, _ = next(rendered(world, NUM_SHOWN, 0.0, seed + 4, device))
     clock.log("autoencoder trained: PSNR %.1f dB on fresh scenes", fidelity(pipeline.vae, fresh))
 
     pictures = scenes_to_learn(pipeline, world, plan.pictures, flawed_share, seed + 2, device)
     about = "rendered and encoded %d scenes, and %d distinct captions of %d tokens at most"
     clock.log(about, plan.pictures, *pictures.mask.shape)
+    more = None
+    if larger is not None:
+        scenes = scenes_to_learn(pipeline, larger, plan.pictures, flawed_share, seed + 5, device)
+        more = scenes, grid_of(larger)
+        clock.log("as many at %d pixels", larger.size)
 
-    train_transformer(pipeline, pictures, grid_of(world), plan.transformer, compiled=compiled)
+    train_transformer(pipeline, pictures, grid_of(world), plan.transformer, compiled=compiled, larger=more)
     clock.log("transformer trained")
     return pipeline
 
@@ -183,6 +204,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--flawed-share", type=float, default=0.35, help="share of captions that are wrong or silent")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--larger", type=int, help="edge of larger pictures that it learns to draw too, such as 128")
     parser.add_argument("--pictures", type=int, help="scenes that the transformer learns from")
     parser.add_argument("--autoencoder-pictures", type=int, help="scenes that the autoencoder learns from")
     parser.add_argument("--autoencoder-steps", type=int)
@@ -230,7 +252,10 @@ def main() -> None:
     device = torch.device(options.device)
     world = World.small() if options.world == "small" else World.full()
     compiled = device.type == "cuda" and not options.no_compile
-    pipeline = make(world, plan_of(options), options.flawed_share, options.seed, device, compiled=compiled)
+    larger = World.of(options.larger, world.nouns) if options.larger else None
+    pipeline = make(
+        world, plan_of(options), options.flawed_share, options.seed, device, compiled=compiled, larger=larger
+    )
     result = {"output": str(options.output), "sha256": save(pipeline, options.output)}
     if options.sheet is not None:
         show(load(options.output, device), world, options.guidance, options.seed, options.sheet)

@@ -56,8 +56,12 @@ def encode_modes(vae: Any, images: Tensor) -> Tensor:
     return modes
 
 
-def train_autoencoder(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int) -> list[Report]:
+def train_autoencoder(
+    vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int, larger: Tensor | None = None
+) -> list[Report]:
     """Teaches it `pixels` (N, 3, H, W) uint8 on its device, in place; its weights end rounded to fp16, and frozen.
+
+    `larger`: more of them, (M, 3, H', W'), of which each step also learns, as many pixels of both.
 
     Latents are the mode of the posterior, trained with a little noise so that the decoder forgives small errors. Their
     mean and standard deviation go into its configuration. Returns the reports of `train`.
@@ -65,6 +69,12 @@ def train_autoencoder(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int)
     device = pixels.device
 
     def loss() -> Tensor:
+        if larger is None:
+            return loss_of(pixels, batch_size)
+        fewer = max(1, batch_size * pixels[0].numel() // larger[0].numel())
+        return (loss_of(pixels, batch_size) + loss_of(larger, fewer)) / 2
+
+    def loss_of(pixels: Tensor, batch_size: int) -> Tensor:
         images = to_video(pixels.index_select(0, torch.randint(len(pixels), (batch_size,), device=device)))
         images = images.contiguous(memory_format=torch.channels_last_3d)
         with autocast(device):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,19 +100,49 @@ def train_transformer(
     recipe: FlowRecipe,
     *,
     compiled: bool = False,
+    larger: tuple[Pictures, tuple[int, int]] | None = None,
 ) -> list[Report]:
     """Flow matching: the velocity noise − latents at random noise levels. Returns the reports of `train`.
 
-    grid: rows and columns of tokens. Training begins with the weights of the pipeline's transformer, which becomes the
+    grid: rows and columns of tokens. `larger`: pictures of another grid, of which each step also learns, as many tokens
+    of both. Training begins with the weights of the pipeline's transformer, which becomes the
     moving average of the weights, at the end rounded to fp16 and frozen.
     """
     average = pipeline.transformer.requires_grad_(False)
     learner = copy.deepcopy(average).train().requires_grad_(True)
     use_joint_attention(learner)
     if compiled:
-        learner.compile_repeated_blocks(fullgraph=True)
-    device, num, batch = pictures.latents.device, len(pictures.latents), recipe.batch_size
-    nothing = len(pictures.embeddings) - 1
+        learner.compile_repeated_blocks(fullgraph=True, dynamic=None if larger is None else False)
+    device = pictures.latents.device
+    parts = [(pictures, grid, recipe.batch_size)]
+    if larger is not None:
+        parts.append((*larger, max(1, recipe.batch_size * math.prod(grid) // math.prod(larger[1]))))
+    draws = [_loss(learner, recipe, device, *part) for part in parts]
+
+    def loss() -> Tensor:
+        return draws[0]() if len(draws) == 1 else torch.stack([draw() for draw in draws]).mean()
+
+    weights, averages = list(learner.parameters()), list(average.parameters())
+
+    def follow() -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, weights, 1 - recipe.decay)
+
+    reports = train("transformer", weights, loss, recipe, follow)
+    round_to_half(average.eval())
+    return reports
+
+
+def _loss(
+    learner: Any,
+    recipe: FlowRecipe,
+    device: torch.device,
+    pictures: Pictures,
+    grid: tuple[int, int],
+    batch: int,
+) -> Callable[[], Tensor]:
+    """The mean squared error of a batch that it draws."""
+    num, nothing = len(pictures.latents), len(pictures.embeddings) - 1
     frequencies = learner.pos_embed([[(1, *grid)]], max_txt_seq_len=pictures.mask.shape[1], device=device)
 
     def loss() -> Tensor:
@@ -134,15 +165,7 @@ def train_transformer(
             errors = errors * pictures.weights.index_select(0, rows)[:, None, None]
         return errors.mean()
 
-    weights, averages = list(learner.parameters()), list(average.parameters())
-
-    def follow() -> None:
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 1 - recipe.decay)
-
-    reports = train("transformer", weights, loss, recipe, follow)
-    round_to_half(average.eval())
-    return reports
+    return loss
 
 
 def velocity(

@@ -99,11 +99,12 @@ def look(name: str, pictures: torch.Tensor) -> list[Findings]:
 
 
 def _fitting(name: str, pictures: torch.Tensor) -> tuple[RewardJudge | HeldoutJudge, torch.Tensor]:
-    """The judge of the largest size that divides the pictures', and the pictures averaged down to it."""
+    """The judge of the largest size that is there and divides the pictures', and the pictures averaged down to it."""
     height, width = pictures.shape[2:]
     if height != width or height % SIZES[0]:
         raise ValueError(f"pictures of {width}×{height} pixels: the judges look at squares of a multiple of {SIZES[0]}")
-    size = max(size for size in SIZES if height % size == 0)
+    fitting = [size for size in SIZES if height % size == 0]
+    size = max([size for size in fitting if file_of(name, size).is_file()] or fitting)
     if height > size:
         pictures = F.avg_pool2d(pictures, height // size)
     return judge_of(name, size), pictures

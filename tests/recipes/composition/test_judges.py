@@ -177,10 +177,17 @@ def test_layers_see_what_the_statistics_kept_from_their_training_say(world: Worl
     assert min(seen) > 0.85
 
 
-@pytest.mark.parametrize(("edge", "wanted"), [(64, 64), (128, 128), (192, 64), (256, 128)])
+@pytest.mark.parametrize(
+    ("edge", "there", "wanted"),
+    [(64, (64, 128), 64), (128, (64, 128), 128), (192, (64, 128), 64), (256, (64, 128), 128), (128, (64,), 64)],
+)
 def test_pictures_go_to_the_judge_of_the_largest_size_that_fits(
-    monkeypatch: pytest.MonkeyPatch, edge: int, wanted: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, edge: int, there: tuple[int, ...], wanted: int
 ) -> None:
+    monkeypatch.setenv(service.FOLDER, str(tmp_path))
+    for size in there:
+        (tmp_path / f"reward-{size}.safetensors").touch()
+
     class Seen:
         def look(self, pictures: torch.Tensor) -> list[tuple[int, ...]]:
             return [tuple(pictures.shape)]

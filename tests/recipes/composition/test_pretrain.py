@@ -6,6 +6,7 @@ import copy
 import hashlib
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
 from recipes.composition import captions, pretrain
+from recipes.composition.base import flow
 from recipes.composition.base.autoencoder import (
     encode_modes,
     encode_pixels,
@@ -174,6 +176,39 @@ def _few_steps(pipeline: Any, seed: int) -> dict[str, Tensor]:
     return weights
 
 
+def test_a_step_learns_of_as_many_tokens_in_larger_pictures(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = copy.copy(pipeline)
+    own.transformer, seen = copy.deepcopy(pipeline.transformer), list[tuple[int, ...]]()
+
+    monkeypatch.setattr(flow, "velocity", partial(_noted, flow.velocity, seen))
+    both = [
+        pictures_of(own, torch.randn(8, tokens, 4 * LATENT_CHANNELS), ["a red disc", "a box"] * 4, torch.float32)
+        for tokens in (16, 64)
+    ]
+    recipe = FlowRecipe(2, rate=1e-3, num_warmup=1, batch_size=8)
+    train_transformer(own, both[0], (4, 4), recipe, larger=(both[1], (8, 8)))
+    assert seen == [(8, 16), (2, 64)] * 2
+
+
+def _noted(inner: Any, seen: list[tuple[int, ...]], transformer: Any, latents: Tensor, *rest: Any) -> Any:
+    seen.append(tuple(latents.shape[:2]))
+    return inner(transformer, latents, *rest)
+
+
+@torch.no_grad()
+def test_the_autoencoder_learns_of_both_sizes(pipeline: Any) -> None:
+    """White pictures alone do not teach it to paint black ones, which only the larger set has."""
+    white, black = (torch.full((2, 3, edge, edge), value, dtype=torch.uint8) for edge, value in ((16, 255), (32, 0)))
+    errors = []
+    for larger in (None, black):
+        torch.manual_seed(0)
+        vae = copy.deepcopy(pipeline.vae)
+        with torch.enable_grad():
+            train_autoencoder(vae, white, Recipe(40, rate=2e-3, num_warmup=4), 4, larger)
+        errors.append(fidelity(vae, black))
+    assert errors[1] > errors[0] + 3
+
+
 def test_what_is_saved_loads_as_a_job_loads_it(pipeline: Any, tmp_path: Path) -> None:
     own = copy.copy(pipeline)
     own.vae, own.transformer = copy.deepcopy(pipeline.vae), _shaken(pipeline.transformer)
@@ -205,9 +240,9 @@ def test_a_miniature_pretraining_learns(
 ) -> None:
     taught, measured = list[Tensor](), list[Tensor]()
 
-    def teach(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int) -> None:
+    def teach(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int, larger: Tensor | None) -> None:
         taught.append(pixels)
-        train_autoencoder(vae, pixels, recipe, batch_size)
+        train_autoencoder(vae, pixels, recipe, batch_size, larger)
 
     def measure(vae: Any, pixels: Tensor) -> float:
         measured.append(pixels)
