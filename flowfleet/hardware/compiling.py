@@ -8,7 +8,8 @@ import torch
 
 MOST_KINDS = 64
 """Versions of the blocks' common code that may be compiled: with and without gradient, mask and adapter, by width of
-the text, by kind of block, for each expert. torch's own limit of 8 ends compiling silently."""
+the text, by kind of block, for each expert; and of a decoder's, by channels and rows. torch's own limit of 8 ends
+compiling silently."""
 
 
 def prepare() -> None:

@@ -760,10 +760,11 @@ class JobSpec(Part):
 
     @property
     def held_out_per_request(self) -> int:
-        """Held-out prompts of one request, all samples of each: as many pixels as a batch of training has."""
+        """Held-out prompts of one request, all samples of each: no more rows and pixels than a batch of training has,
+        unless one prompt's samples are more."""
         trained, shown = self.rollout.size, self.validation_size
-        rows = self.rollout.batch_size * trained.height * trained.width // (shown.height * shown.width)
-        return max(1, rows // self.schedule.validation_samples)
+        share = min(1.0, trained.height * trained.width / (shown.height * shown.width))
+        return max(1, int(self.rollout.batch_size * share) // self.schedule.validation_samples)
 
     @property
     def validation_size(self) -> Size:

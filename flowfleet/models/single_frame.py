@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from flowfleet.hardware import compiling
+
 
 class SingleFrameDecoder(nn.Module):
     """(B, Z, h, w) VAE latents to (B, 3, 8h, 8w) pixels in [-1, 1], as `AutoencoderKLQwenImage.decode` of one frame.
@@ -39,6 +41,7 @@ class SingleFrameDecoder(nn.Module):
     def compile_activations(self) -> None:
         """Makes what lies between two convolutions compile itself at its first use: one or two passes in place of
         eight."""
+        compiling.prepare()
         for module in self.modules():
             if isinstance(module, _Activation):
                 module.compile()

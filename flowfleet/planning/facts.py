@@ -130,11 +130,18 @@ def _training(
 
 
 def _sampling(skeleton: ModelAdapter, spec: JobSpec, text_tokens: int) -> int:
-    rows, size = spec.rollout.batch_size, spec.rollout.size
-    with LiveBytes() as live:
-        latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
-        forward(skeleton, latents, skeleton.blank_prompts(rows, text_tokens), size)
-    return int(live.peak)
+    """Bytes of the larger batch: one that is trained on, or held out."""
+    batches = {spec.rollout.size: spec.rollout.batch_size}
+    if spec.data.is_validated:
+        rows = spec.held_out_per_request * spec.schedule.validation_samples
+        batches[spec.validation_size] = max(rows, batches.get(spec.validation_size, 0))
+    peaks = []
+    for size, rows in batches.items():
+        with LiveBytes() as live:
+            latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
+            forward(skeleton, latents, skeleton.blank_prompts(rows, text_tokens), size)
+        peaks.append(int(live.peak))
+    return max(peaks)
 
 
 def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:

@@ -104,7 +104,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
         "gradients": gradients,
         "gradients, whole": (item if is_whole else FP32) * facts.trained if is_lora else 0.0,
-        "copy for the forward": float(facts.trained * item) if is_whole else 0.0,
+        "copy for the forward": float(facts.trained * item) if is_whole and item < FP32 else 0.0,
         "gathered": 0.0 if is_whole else (IN_FLIGHT * facts.block + facts.outside) * item,
         "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
         "reference": _reference(spec, facts) / ranks,

@@ -83,8 +83,8 @@ def _component(index: Mapping[str, Any], path: str | Path, name: str, dtype: tor
 
 
 def inject_lora(expert: nn.Module, part: LoraPart, family_targets: Sequence[str]) -> None:
-    """Puts an adapter into a (shortened) transformer as the trainer does, in the transformer's dtype, as FSDP casts it
-    for the forward. The rest is frozen. Raises ValueError for a target that the model does not have."""
+    """Puts an adapter into a (shortened) transformer as the trainer does, in the transformer's dtype, as it is cast
+    to for the forward. The rest is frozen. Raises ValueError for a target that the model does not have."""
     targets = part.target_modules or family_targets
     lora.inject_lora({"transformer": expert}, LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets))
 

@@ -1,4 +1,4 @@
-"""Linears with a LoRA adapter as a rollout multiplies them: by products of their own, or merged into the weight.
+"""Linears with a LoRA adapter as rollouts and compiled trainers multiply them: by products of their own, or merged.
 
 PEFT's own layers are the reference: A's product, B's, then their sum, each rounded by itself. Compiled, one input is
 multiplied by the A matrices of several linears at once (`shared_down`), which is all that a trainer changes. Rollouts

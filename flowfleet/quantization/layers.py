@@ -81,7 +81,7 @@ def is_quantized(linear: nn.Module) -> bool:
 
 def project(x: Tensor, linears: Sequence[nn.Module], rows: Rows | None = None) -> list[Tensor]:
     """Products of one input with several linears, adapters included. Float8 ones share its quantized rows, and compiled
-    rollouts one product with all A matrices. `rows`: x quantized already, for float8 linears."""
+    ones take one product with all A matrices. `rows`: x quantized already, for float8 linears."""
     shared: dict[str, Any] = {}
     if all(map(is_quantized, linears)):
         shared["rows"] = rows or quantize_rows(x.detach().reshape(-1, x.shape[-1]))

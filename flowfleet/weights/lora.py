@@ -146,7 +146,7 @@ def adapter_disabled(experts: Experts) -> Iterator[None]:
     """Inside, the transformers compute as they did before training: the reference policy.
 
     It sets PEFT's switch alone. PEFT's own `disable_adapters` would also take `requires_grad` from the parameters,
-    which FSDP reads when it gathers them.
+    which backward and FSDP read.
     """
     layers = [
         module

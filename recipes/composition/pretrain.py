@@ -90,13 +90,8 @@ def make(
         logger.info("%s: %.2f M parameters", name, num_parameters(getattr(pipeline, name)) / 1e6)
 
     clock = _Clock()
-    few, wide = (
-        torch.cat([pixels for pixels, _ in rendered(each, plan.autoencoder_pictures, 0.0, seed + 1, device)])
-        if each is not None
-        else None
-        for each in (world, larger)
-    )
-    assert few is not None
+    few = _drawn(world, plan.autoencoder_pictures, seed + 1, device)
+    wide = None if larger is None else _drawn(larger, plan.autoencoder_pictures, seed + 1, device)
     clock.log("rendered %d scenes for the autoencoder", len(few))
     train_autoencoder(pipeline.vae, few, plan.autoencoder, plan.autoencoder_batch, wide)
     del few, wide
@@ -142,6 +137,11 @@ def rendered(
         scenes = draw(world, min(RENDER_BATCH, num - start), generator)
         texts = captions.flawed(world, scenes, flawed_share, generator)
         yield (render(world, scenes, device) * 255).round().to(torch.uint8), texts
+
+
+def _drawn(world: World, num: int, seed: int, device: torch.device) -> Tensor:
+    """`rendered` scenes without their captions, (N, 3, S, S) uint8."""
+    return torch.cat([pixels for pixels, _ in rendered(world, num, 0.0, seed, device)])
 
 
 def save(pipeline: Any, folder: Path) -> str:

@@ -233,8 +233,8 @@ class Worker:
         return published
 
     def share_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published:
-        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is. All have it
-        when rank 0 is done and asks them to take it."""
+        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is. Returns
+        when all have it, for rank 0 asks them to take it next."""
         job = self._configured(request.job_id)
         with self.ranks.together():
             self._shared, hashes = _whole(job.engine.gather(evaluated=request.evaluated), self.ranks.device)

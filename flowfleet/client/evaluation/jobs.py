@@ -115,6 +115,9 @@ def _settings(
         data["rewards"] = job.rewards.newest.rewards or data["rewards"]
     else:
         raise ValueError("give a job file, or the job to evaluate by --from ID")
+    for side in ("height", "width"):  # what is asked for at the command line goes before the job's own
+        if any(change.partition("=")[0].strip() == f"rollout.{side}" for change in changes):
+            data.get("schedule", {}).pop(f"validation_{side}", None)
     data = changed_job(data, changes, folders)
     trainer, prompts = data.setdefault("trainer", {}), data.setdefault("data", {})
     for name in ("resume", "ema"):

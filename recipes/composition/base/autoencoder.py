@@ -74,8 +74,8 @@ def train_autoencoder(
         fewer = max(1, batch_size * pixels[0].numel() // larger[0].numel())
         return (loss_of(pixels, batch_size) + loss_of(larger, fewer)) / 2
 
-    def loss_of(pixels: Tensor, batch_size: int) -> Tensor:
-        images = to_video(pixels.index_select(0, torch.randint(len(pixels), (batch_size,), device=device)))
+    def loss_of(drawn_from: Tensor, num: int) -> Tensor:
+        images = to_video(drawn_from.index_select(0, torch.randint(len(drawn_from), (num,), device=device)))
         images = images.contiguous(memory_format=torch.channels_last_3d)
         with autocast(device):
             modes = encode_modes(vae, images)

@@ -1,17 +1,17 @@
 """The model on its ranks: transformers and adapter, spread by FSDP2 or whole on each, AdamW on what is trained.
 
-Only the transformers are loaded: one, or the two experts of some families, each an FSDP root of its own whose blocks
-are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). What is
-trained, the adapters or everything, has fp32 masters that FSDP casts to `model.dtype` for the forward and reduces in
-fp32. With LoRA the base stays in `model.dtype`, frozen, and every rank holds all of it and of the adapter where it fits
-(`trainer.sharding`): without FSDP, by replicated.py.
+Only the transformers are loaded: one, or the two experts of some families. They are made without weights, spread, and
+filled by every rank for itself (loading.py). What is trained, the adapters or everything, has fp32 masters, which are
+cast to `model.dtype` for the forward, and gradients that are reduced in fp32. With LoRA the base stays in
+`model.dtype`, frozen; where every rank has room for all of it (`trainer.sharding`) adapters are replicated.py's. Else
+each transformer is an FSDP root, and its blocks are FSDP units.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Engine:
     """`ModelAdapter`, or `SequenceAdapter` of a model that writes text."""
     kind: ModelKind
     experts: dict[str, Any]
-    """`adapter.experts`, sharded: transformers by component name."""
+    """`adapter.experts`, transformers by component name: sharded, or whole."""
     trained: dict[str, Any]
     """Parameters that are trained, by published name: DTensors, fp32."""
     optimizer: ShardedAdamW
@@ -113,6 +113,7 @@ class Engine:
         """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
         and keeps the policies that the job needs besides the trained one."""
         self.replicates = self._all_fit()
+        self._replicated: dict[str, ReplicatedAdapter] = {}
         for component, expert in self.experts.items():
             blocks = blocks_of(expert)  # FSDP renames their classes
             if not self.replicates:
@@ -157,13 +158,18 @@ class Engine:
         expert = self.adapter.expert(timestep)
         return next(name for name, module in self.experts.items() if module is expert)
 
-    def policy(self, policy: Policy) -> AbstractContextManager[None]:
+    @contextmanager
+    def policy(self, policy: Policy) -> Iterator[None]:
         """Inside, forwards (without gradient) are those of another policy; see `Policies.active`."""
-        return self.policies.active(policy)
+        with self.policies.active(policy):
+            yield
+        for whole in self._replicated.values():
+            whole.refresh()
 
     @contextmanager
     def backward(self, component: str, *, is_last: bool) -> Iterator[None]:
-        """Around each forward and backward of an update, for the expert that it goes through. Collective at the last.
+        """Surrounds each forward and backward of an update, for the expert that it goes through. Collective at the
+        last.
 
         An adapter's gradients are reduced once, at the expert's last; full ones each time, because no rank can keep
         them unsharded.
@@ -195,7 +201,7 @@ class Engine:
         reshard(self.experts)
 
     def _decoder(self) -> Any:
-        """Decodes as rollouts do, and with gradients, whose activations are computed again in the backward."""
+        """Decodes as eager rollouts do, and with gradients, whose activations are computed again in the backward."""
         loaded = _family(self.spec, self.folder).load(
             self.folder,
             dtype=self.dtype,

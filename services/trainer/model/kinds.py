@@ -60,6 +60,7 @@ class FlowModel:
     def check(self, spec: JobSpec, adapter: ModelAdapter) -> int:
         adapter.limit_tokens(spec.model.max_sequence_length)
         num_elements = math.prod(adapter.latent_shape(spec.rollout.size))
+        check_held_out(spec, adapter)
         limits(spec.algorithm, num_elements)
         rollout = spec.rollout
         check_noise(spec, adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift))
@@ -70,6 +71,14 @@ class FlowModel:
 
     def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return iter(())
+
+
+def check_held_out(spec: JobSpec, adapter: ModelAdapter) -> None:
+    """Raises ValueError for a size of held-out samples that the model cannot draw."""
+    try:
+        adapter.latent_shape(spec.validation_size)
+    except ValueError as error:
+        raise ValueError(f"schedule.validation_height and validation_width: {error}") from None
 
 
 class FlatFlowModel(FlowModel):

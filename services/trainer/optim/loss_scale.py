@@ -3,7 +3,7 @@
 The loss is a mean over a step's rows and over latent elements: its gradients lie below that and would vanish.
 
 The loss is multiplied by a power of two before the backward, whose float16 gradients overflow to infinity if that was
-too much. FSDP casts each to float32 before it reduces them, where the optimizer divides by the scale; both are exact.
+too much. Each is cast to float32 before ranks reduce them, where the optimizer divides by the scale; both are exact.
 An infinite gradient of any rank makes the norm over all ranks infinite: the update is skipped on every rank, and the
 scale halved. The rule is that of torch's GradScaler, but for its start: that follows the loss, so that the gradient of
 a latent element is about 1/16 where GradScaler's 65,536 would still lose that of a video.

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 
 class ReplicatedAdapter:
-    """What is trained of one transformer, which has memory and comes without FSDP."""
+    """The trained adapter of one transformer. Its parameters have memory, and FSDP does not know them."""
 
     masters: dict[str, DTensor]
     """fp32, whole on every rank, by published name. The last `collect` of an update sets their `grad`."""
@@ -37,23 +37,30 @@ class ReplicatedAdapter:
         themselves."""
         self._ranks = ranks
         self._parameters = parameters
-        masters, values = self._flat(torch.float32)
+        self._masters, values = self._flat(torch.float32)
+        self._copies = self._masters
         self.masters = {name: replicate(value, ranks) for name, value in values.items()}
         for name, parameter in parameters.items():
             values[name].copy_(parameter.detach())
         if dtype != torch.float32:
-            copies, values = self._flat(dtype)
-            expert.register_forward_pre_hook(lambda *_: _copy(masters, copies))
+            self._copies, values = self._flat(dtype)
+            expert.register_forward_pre_hook(lambda *_: self.refresh())
         for name, parameter in parameters.items():
-            parameter.data = values[name]  # with a count of writes of its own: backwards do not mind the copying
+            parameter.data = values[name]  # autograd does not notice the copying: see `refresh`
         self._sums: Tensor | None = None
         self._places: dict[str, Tensor] = {}
         self._grads: dict[str, DTensor] = {}
         self._used: set[str] = set()
 
+    def refresh(self) -> None:
+        """Copies the masters; every forward does. Between a forward and its backward the masters must not change, nor
+        be those of another policy: the backward would take the new ones, and autograd would not notice."""
+        if self._copies is not self._masters:
+            self._copies.copy_(self._masters)
+
     def collect(self, *, is_last: bool) -> None:
-        """After each backward of an update. Collective where it is the last: the masters then have the mean over the
-        ranks as their gradients, where any backward gave one."""
+        """Adds the gradients of a backward to the sums. At an update's last backward, collective: the masters get the
+        mean over the ranks as their gradients, where any backward of any rank gave one."""
         given = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
         sums = self._sums if self._used and self._sums is not None else self._started()
         self._used |= given.keys()
@@ -61,11 +68,14 @@ class ReplicatedAdapter:
         for parameter in self._parameters.values():
             parameter.grad = None
         if is_last:
+            used = torch.tensor([float(name in self._used) for name in self.masters])
             if self._ranks.world_size > 1:
                 dist.all_reduce(sums)
                 sums /= self._ranks.world_size
-            for name in self._used:
-                self.masters[name].grad = self._grads[name]
+                used = self._ranks.max(used)
+            for name, is_used in zip(self.masters, used.tolist(), strict=True):
+                if is_used:
+                    self.masters[name].grad = self._grads[name]
             self._used = set()
 
     def _started(self) -> Tensor:
@@ -81,10 +91,6 @@ class ReplicatedAdapter:
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._ranks.device)
         places = zip(self._parameters.items(), torch.split(flat, sizes), strict=True)
         return flat, {name: place[: p.numel()].view_as(p) for (name, p), place in places}
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
 
 
 def _add(sums: list[Tensor], grads: list[Tensor]) -> None:

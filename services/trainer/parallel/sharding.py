@@ -1,7 +1,8 @@
 """FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors.
 
 Each rank holds its rows of every parameter, and gathers a block's when it computes. What every rank holds whole
-(replicated.py) is spread as well: over a mesh of replicas with one shard each.
+(replicated.py) is a DTensor on a mesh of replicas with one shard each, so that checkpoints and optimizer treat both
+alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which rank trains on which samples in which forward: pure, the same on every rank.
 
 A step has passes through its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
-forward and backward each). Every rank runs the same number of them, because each takes part in the collectives of FSDP.
+forward and backward each). Every rank runs the same number of them, because each may have collectives.
 Where there are too few, a rank repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs
 nothing.
 

@@ -97,6 +97,21 @@ def test_the_base_and_each_adapter_are_jobs_that_differ_in_the_adapter_alone(
         assert plain == base.model_dump()
 
 
+def test_a_size_that_is_asked_for_goes_before_the_jobs_own_for_held_out_samples(client: Client, file: Path) -> None:
+    parts = json.loads(file.read_text())
+    parts.setdefault("rollout", {}).update({"height": 256, "width": 256})
+    parts["schedule"] |= {"validation_height": 512, "validation_width": 512}
+    file.write_text(json.dumps(parts))
+    for changes, height, width in (
+        ([], 512, 512),
+        (["rollout.height=1024"], 1024, 512),
+        (["rollout.height=1024", "rollout.width=768"], 1024, 768),
+        (["schedule.validation_height=1024"], 1024, 512),
+    ):
+        [(_, spec)] = specs(client, file, changes=changes)
+        assert (spec.validation_size.height, spec.validation_size.width) == (height, width)
+
+
 def test_a_job_is_evaluated_with_its_own_settings_and_full_weights_as_a_pipeline(
     client: Client, idle_controller: IdleController, file: Path, tmp_path: Path
 ) -> None:

@@ -971,6 +971,8 @@ def test_larger_held_out_samples_come_in_smaller_requests() -> None:
     assert (wide.validation_size, wide.held_out_per_request) == (Size(512, 512), 8)
     large = spec_of(data=data, rollout=rollout, schedule={"validation_height": 2048, "validation_width": 2048})
     assert large.held_out_per_request == 1
+    small = spec_of(data=data, rollout=rollout, schedule={"validation_height": 64, "validation_width": 64})
+    assert small.held_out_per_request == 16
     assert large.rollout.size == plain.rollout.size
 
 

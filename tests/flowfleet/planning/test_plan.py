@@ -151,6 +151,8 @@ def test_an_adapter_that_is_whole_keeps_its_sums_and_has_gradients_once_activati
     memory = trainer_memory(changed(spec, micro_batch_size=micro_batch_size), facts)
     assert memory.parts["gradients"] == 2 * memory.parts["gradients, whole"] == 4 * facts.trained
     assert memory.update_peak == pytest.approx(sum(memory.parts.values()) - memory.parts["gradients, whole"])
+    in_fp32 = spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": "float32"})})
+    assert "copy for the forward" not in trainer_memory(in_fp32, facts).parts
     held = sum(memory.parts[name] for name in ("masters", "gradients", "copy for the forward", "optimizer state"))
     assert memory.optimizer_peak == pytest.approx(memory.parts["frozen base"] + memory.parts["samples"] + held)
 

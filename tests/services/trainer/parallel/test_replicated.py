@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from services.trainer.parallel import replicated
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.replicated import ReplicatedAdapter
-from services.trainer.parallel.sharding import local
+from services.trainer.parallel.sharding import exchanged, local
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -77,6 +77,26 @@ def test_gradients_of_an_update_add_up_in_float32(
         assert adapter.masters["t.unused"].grad is None
         for master in adapter.masters.values():
             master.grad = None  # as an optimizer's step does
+
+
+def test_a_refresh_brings_the_masters_back_before_a_backward(ranks: Ranks) -> None:
+    """After a forward of another policy, whose weights were in the masters for a while."""
+    expert, adapter = made(ranks, torch.bfloat16)
+    x = x_of(3, torch.bfloat16)
+    grads = []
+    for is_disturbed in (False, True):
+        output = expert(x)
+        if is_disturbed:
+            others = {name: torch.randn_like(local(master)) for name, master in adapter.masters.items()}
+            with torch.no_grad(), exchanged(adapter.masters, others):
+                expert(x)
+            adapter.refresh()
+        output.sum().backward()
+        adapter.collect(is_last=True)
+        grad = adapter.masters["t.down"].grad
+        assert grad is not None
+        grads.append(local(grad).clone())
+    assert torch.equal(*grads)
 
 
 def test_a_forward_between_a_forward_and_its_backward_changes_nothing(ranks: Ranks) -> None:
