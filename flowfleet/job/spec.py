@@ -763,8 +763,9 @@ class JobSpec(Part):
         """Held-out prompts of one request, all samples of each: no more rows and pixels than a batch of training has,
         unless one prompt's samples are more."""
         trained, shown = self.rollout.size, self.validation_size
-        share = min(1.0, trained.height * trained.width / (shown.height * shown.width))
-        return max(1, int(self.rollout.batch_size * share) // self.schedule.validation_samples)
+        most = self.rollout.batch_size
+        rows = min(most, most * trained.height * trained.width // (shown.height * shown.width))
+        return max(1, rows // self.schedule.validation_samples)
 
     @property
     def validation_size(self) -> Size:

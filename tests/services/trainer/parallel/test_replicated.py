@@ -105,4 +105,9 @@ def test_a_forward_between_a_forward_and_its_backward_changes_nothing(ranks: Ran
     guided = expert(x) + 4 * expert(2 * x)  # two forwards, as guidance takes, then one backward
     guided.sum().backward()
     adapter.collect(is_last=True)
-    assert adapter.masters["t.down"].grad is not None
+    down, up = (parameter.detach().clone().requires_grad_() for parameter in (expert.down, expert.up))
+    plain = x @ expert.base.t() + x @ down.t() @ up.t() + 4 * (2 * x @ expert.base.t() + 2 * x @ down.t() @ up.t())
+    for name, expected in zip(("t.down", "t.up"), torch.autograd.grad(plain.sum(), [down, up]), strict=True):
+        summed = adapter.masters[name].grad
+        assert summed is not None
+        torch.testing.assert_close(local(summed), expected.float())
