@@ -221,6 +221,14 @@ MEASUREMENTS = (
         tiny=TINY_LOOP,
     ),
     Measurement(
+        "loop-idle-bypass",
+        "loop",
+        2,
+        480,
+        f"{PLAIN_LOOP} --samples idle --images 128 --old-log-probs rollout",
+        tiny=TINY_LOOP,
+    ),
+    Measurement(
         "rollout-base-merged", "lora-merged", 1, 420, f"{BASE_ROLLOUT} --adapter merged --rows service", tiny=None
     ),
     Measurement("loop-base-only", "lora-only", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --images 128", tiny=None),
@@ -241,7 +249,9 @@ MEASUREMENTS = (
     Measurement(
         "loop-base-flash-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128 --tail-steps 3", tiny=None
     ),
-    Measurement("loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} --images 64 --micro-batch 2", tiny=None),
+    Measurement(
+        "loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} --images 32 --micro-batch 2 --steps 2", tiny=None
+    ),
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),

@@ -292,6 +292,7 @@ LOOPS: tuple[str, ...] = (
     "loop-only-2",
     "loop-only-2-bypass",
     "loop-idle",
+    "loop-idle-bypass",
     "loop-omni",
     "loop-lora-cfg",
     "loop-full",

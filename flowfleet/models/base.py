@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from flowfleet.models import branches
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.loading import (
     ALL_COMPONENTS,
@@ -64,6 +65,8 @@ class ModelAdapter(ABC):
     """diffusers' class of the component `vae`."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA of this family adapts by default, as PEFT's `target_modules`."""
+    cuts_padding: ClassVar[bool] = False
+    """Whether `_predict` takes prompts with `half_widths`."""
     parts: ClassVar[Parts] = USUAL_PARTS
     """What the components are made of in the pipeline."""
     layout: ClassVar[Layout] = PIPELINE
@@ -226,15 +229,14 @@ class ModelAdapter(ABC):
         """
         expert = self.expert(timestep)
         timesteps = timestep.to(latents.device, torch.float32).expand(len(latents))
-        positive = self._predict(expert, latents, timesteps, prompts.rows(len(latents)), size, guidance)
-        if not guidance.is_on:
-            return positive
-        if negative is None:
+        prompts = prompts.rows(len(latents))
+        if guidance.is_on and negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
         inside = _inside(timestep, guidance)
-        if inside is not None and not bool(inside.any()):
-            return positive
-        unwanted = self._predict(expert, latents, timesteps, negative.rows(len(latents)), size, guidance)
+        if negative is None or not guidance.is_on or (inside is not None and not bool(inside.any())):
+            return self._predict(expert, latents, timesteps, prompts, size, guidance)
+        negative = negative.rows(len(latents))
+        positive, unwanted = self._predict_both(expert, latents, timesteps, prompts, negative, size, guidance)
         guided = self._guide(positive, unwanted, guidance)
         if inside is None or bool(inside.all()):
             return guided
@@ -246,6 +248,25 @@ class ModelAdapter(ABC):
     ) -> Tensor:
         """One forward of `expert`, the transformer for these noise levels: the unguided velocity (B, *latent_shape)
         float32; `timesteps` (B,), `prompts` B rows."""
+
+    def _predict_both(
+        self,
+        expert: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompts: PromptEmbeds,
+        negative: PromptEmbeds,
+        size: Size,
+        guidance: Guidance,
+    ) -> tuple[Tensor, Tensor]:
+        """The unguided velocities with both prompts, each of B rows."""
+        both = branches.stacked(prompts, negative, widths_may_differ=self.cuts_padding)
+        if both is None or not branches.are_small(latents):
+            parts = (self._predict(expert, latents, timesteps, part, size, guidance) for part in (prompts, negative))
+            return next(parts), next(parts)
+        twice = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        positive, unwanted = self._predict(expert, *twice, both, size, guidance).chunk(2)
+        return positive, unwanted
 
     def _guide(self, positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
         """The family's combination of both velocities; plain classifier-free guidance here."""

@@ -19,6 +19,9 @@ class PromptEmbeds:
     """What a family wants besides, by name, (B, ...) each: pooled embeddings, latents of condition images."""
     has_padding: bool | None = None
     """Whether any token is padding. Found out once here if not given, for asking a device costs a synchronization."""
+    half_widths: tuple[int, int] | None = None
+    """Tokens of each row of the first half and of the second, where a forward of both branches of guidance pads one of
+    them: see `branches.stacked`."""
 
     def __post_init__(self) -> None:
         if self.embeds.ndim != 3 or self.embeds.shape[:2] != self.mask.shape or self.mask.dtype != torch.bool:

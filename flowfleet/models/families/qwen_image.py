@@ -29,6 +29,7 @@ class QwenImageAdapter(ModelAdapter):
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
     vae_class = AutoencoderKLQwenImage
+    cuts_padding = True
     lora_targets = (
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
@@ -84,6 +85,7 @@ class QwenImageAdapter(ModelAdapter):
             encoder_hidden_states=prompts.embeds.to(tokens.device, self.dtype),
             encoder_hidden_states_mask=prompts.mask.to(tokens.device) if prompts.has_padding else None,
             img_shapes=[[(1, *grid) for grid in grids]] * len(tokens),
+            attention_kwargs=None if prompts.half_widths is None else {"half_widths": prompts.half_widths},
             return_dict=False,
         )[0]
         return output.float()

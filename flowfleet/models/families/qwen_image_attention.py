@@ -1,8 +1,8 @@
 """Qwen-Image's joint attention, as diffusers computes it but for how its parts are multiplied.
 
 The rotary embedding is real arithmetic, which torch.compile fuses with what surrounds it; a product of complex numbers
-stays outside compiled graphs. Queries, keys and values of a stream are projections of one input, which float8 linears
-quantize once. Where the blocks' kernels quantize that input, one of them joins the queries and one the keys as well.
+stays outside compiled graphs. On CUDA a kernel joins the queries of both streams, and one the keys. Queries, keys and
+values of a stream are projections of one input, which float8 linears quantize once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flowfleet.quantization import heads
 from flowfleet.quantization.layers import project
@@ -40,34 +41,68 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
         image_rows: Rows | None = None,
         text_rows: Rows | None = None,
+        half_widths: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Outputs (B, S, D) of the image's and of the text's stream; the mask (B, S_text) says which tokens count.
-        Rows: of the streams, where they are quantized already."""
+        Rows: of the streams, where they are quantized already. Half widths: see `PromptEmbeds`; there is no mask then,
+        and what the text's stream holds beyond them is never read."""
         assert attention_mask is None, "the joint mask is made here"
         assert image_rotary_emb is not None
         image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), image_rows)
         text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_rows)
+        in_kernel = heads.fits(image[0].shape[-1], image[0].device)
+        mask = _joint_mask(encoder_hidden_states_mask, hidden_states)
+        if half_widths is None:
+            of_text, of_image = self._attend(attn, text, image, image_rotary_emb, mask, in_kernel=in_kernel)
+        else:
+            assert mask is None, "a half has no padding"
+            texts = [_half(text, half, width) for half, width in enumerate(half_widths)]
+            images = [_half(image, half) for half in range(2)]
+            freqs = [(image_rotary_emb[0], image_rotary_emb[1][:width]) for width in half_widths]
+            of_halves = [
+                self._attend(attn, *parts, None, in_kernel=in_kernel)
+                for parts in zip(texts, images, freqs, strict=True)
+            ]
+            num_text = encoder_hidden_states.shape[1]
+            of_text = torch.cat([F.pad(part, (0, 0, 0, num_text - part.shape[1])) for part, _ in of_halves])
+            of_image = torch.cat([part for _, part in of_halves])
+        for layer in attn.to_out:  # the second is dropout
+            of_image = layer(of_image)
+        return of_image, attn.to_add_out(of_text)
+
+    def _attend(
+        self,
+        attn: Any,
+        text: list[Tensor],
+        image: list[Tensor],
+        freqs: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        *,
+        in_kernel: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """What text and image (B, S, D) gather by queries, keys and values (B, S, H, D / H) of both."""
         norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
-        freqs = image_rotary_emb[1], image_rotary_emb[0]
-        in_kernel = image_rows is not None and heads.fits(image[0].shape[-1], image[0].device)
-        query, key = (_joint(text[part], image[part], norms[part], freqs, in_kernel=in_kernel) for part in range(2))
-        value = torch.cat((text[2], image[2]), dim=1)
+        turns = freqs[1], freqs[0]
+        query, key = (_joint(text[part], image[part], norms[part], turns, in_kernel=in_kernel) for part in range(2))
         output = dispatch_attention_fn(
             query,
             key,
-            value,
-            attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states),
+            torch.cat((text[2], image[2]), dim=1),
+            attn_mask=mask,
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
         output = output.flatten(2, 3).to(query.dtype)
-        num_text = encoder_hidden_states.shape[1]
-        of_text, of_image = output[:, :num_text].contiguous(), output[:, num_text:].contiguous()
-        for layer in attn.to_out:  # the second is dropout
-            of_image = layer(of_image)
-        return of_image, attn.to_add_out(of_text)
+        num_text = text[0].shape[1]
+        return output[:, :num_text].contiguous(), output[:, num_text:].contiguous()
+
+
+def _half(heads: list[Tensor], half: int, width: int | None = None) -> list[Tensor]:
+    """Half of the rows, of their first `width` tokens."""
+    rows = len(heads[0]) // 2
+    return [part[half * rows : (half + 1) * rows, :width].contiguous() for part in heads]
 
 
 def _joint(

@@ -39,10 +39,8 @@ class QwenImageTransformerBlock(transformer_qwenimage.QwenImageTransformerBlock)
     ) -> tuple[Tensor, Tensor]:
         """Outputs (B, S, D) of the text's and of the image's stream."""
         if modulate_index is None and not self.zero_cond_t and fused.is_on(hidden_states.device) and _fits(self):
-            assert not joint_attention_kwargs
-            return _forward(
-                self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb
-            )
+            streams = hidden_states, encoder_hidden_states
+            return _forward(self, *streams, encoder_hidden_states_mask, temb, image_rotary_emb, joint_attention_kwargs)
         plain: tuple[Tensor, Tensor] = super().forward(
             hidden_states,
             encoder_hidden_states,
@@ -64,7 +62,13 @@ def _fits(block: Any) -> bool:
 
 
 def _forward(
-    block: Any, image: Tensor, text: Tensor, mask: Tensor | None, temb: Tensor, freqs: tuple[Tensor, Tensor] | None
+    block: Any,
+    image: Tensor,
+    text: Tensor,
+    mask: Tensor | None,
+    temb: Tensor,
+    freqs: tuple[Tensor, Tensor] | None,
+    attention: dict[str, Any] | None,
 ) -> tuple[Tensor, Tensor]:
     image_mod1, image_mod2 = block.img_mod(temb).chunk(2, dim=-1)
     text_mod1, text_mod2 = block.txt_mod(temb).chunk(2, dim=-1)
@@ -78,6 +82,7 @@ def _forward(
         image_rotary_emb=freqs,
         image_rows=image_rows,
         text_rows=text_rows,
+        **(attention or {}),
     )
     image = _mlp(block.img_mlp, *fused.residual_norm_rows(image, image_gate, of_image, image_mod2, block.img_norm2.eps))
     text = _mlp(block.txt_mlp, *fused.residual_norm_rows(text, text_gate, of_text, text_mod2, block.txt_norm2.eps))

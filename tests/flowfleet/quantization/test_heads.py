@@ -71,12 +71,13 @@ def test_rotation_is_the_one_of_the_plain_way() -> None:
     assert torch.equal(heads.heads_formula(x, None, pairs, WIDTH, 0.0), plain)
 
 
-def test_attention_takes_them_where_blocks_quantize_by_kernels(
-    tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_attention_takes_them_where_there_is_a_kernel(
+    kind: Any, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit what the plain way gives, which diffusers' own norms are part of. Other linears keep that way."""
-    quantized, plain = made(tiny_qwen_image, "fp8"), made(tiny_qwen_image, "plain")
-    expected, widths = velocity(quantized), list[int]()
+    """Bit for bit what the plain way gives, which diffusers' own norms are part of."""
+    adapter, widths = made(tiny_qwen_image, kind), list[int]()
+    expected = velocity(adapter)
     monkeypatch.setattr(fused, "is_on", lambda device: True)
 
     def fits(width: int, device: torch.device) -> bool:
@@ -84,10 +85,8 @@ def test_attention_takes_them_where_blocks_quantize_by_kernels(
         return True
 
     monkeypatch.setattr(heads, "fits", fits)
-    assert torch.equal(velocity(quantized), expected)
-    assert len(widths) == len(quantized.transformer.transformer_blocks)
-    velocity(plain)
-    assert len(widths) == len(quantized.transformer.transformer_blocks)
+    assert torch.equal(velocity(adapter), expected)
+    assert len(widths) == len(adapter.transformer.transformer_blocks)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
