@@ -72,6 +72,10 @@ class RolloutPool:
         """Around an update of the job's trainer, whose ranks get no prompt meanwhile where rollouts sample as well."""
         return self._watch.updating(self._job_id)
 
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        """Around the publication of a version: until its end no prompt goes to replicas of older ones."""
+        return self._watch.publishing(self._job_id, version)
+
     def mark_suspect(self, replica_ids: Iterable[str]) -> None:
         self._watch.mark_suspect(replica_ids)
 

@@ -78,6 +78,8 @@ class Fleet:
         """Verified versions by job; without an entry the version's number alone counts."""
         self.updating: set[str] = set()
         """Jobs whose trainer updates: its ranks get no prompt, where rollouts sample as well."""
+        self.publishing: dict[str, int] = {}
+        """Versions on their way, by job: replicas of older ones get no prompt, for they would not begin with it."""
         self.touched: set[str] = set()
 
     def __len__(self) -> int:
@@ -148,8 +150,10 @@ class Fleet:
         self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False, idle: str = ""
     ) -> Replica | None:
         """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
-        samples outstanding; in the pool `idle`, none: what waits there waits for an update."""
+        samples outstanding; in the pool `idle`, none: what waits there waits for an update. While a version is being
+        published, none older."""
         of_job = self._by_job.get(job_id, {}).values()
+        low = max(low, self.publishing.get(job_id, low))
         able = [
             r
             for r in of_job

@@ -62,7 +62,8 @@ class _Waiter:
 
 
 class ReplicaQueue:
-    """Lends replicas out, by job; of those who want the same, who came first is served first."""
+    """Lends replicas out, by job: who wants the oldest version is served first, for an older step trains first; of those
+    who want the same, who came first."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -88,7 +89,7 @@ class ReplicaQueue:
 
     def serve(self, job_id: str) -> None:
         """Gives those of a job who wait what is there for them."""
-        for want, queue in list(self._waiting.get(job_id, {}).items()):
+        for want, queue in sorted(self._waiting.get(job_id, {}).items(), key=lambda item: item[0].high):
             while queue and (replica := self._fleet.choose(job_id, *want)) is not None:
                 waiter = queue.popleft()
                 if not waiter.replica.done():
@@ -181,6 +182,16 @@ class FleetWatch:
             yield
         finally:
             self.fleet.updating.discard(job_id)
+            self._desk.serve(job_id)
+
+    @contextmanager
+    def publishing(self, job_id: str, version: int) -> Iterator[None]:
+        """Around the publication of a version, which replicas of older ones would refuse a prompt for."""
+        self.fleet.publishing[job_id] = version
+        try:
+            yield
+        finally:
+            del self.fleet.publishing[job_id]
             self._desk.serve(job_id)
 
     def look_again(self) -> None:

@@ -61,6 +61,22 @@ async def test_who_came_first_is_served_first_and_others_wants_do_not_hold_it_up
 
 
 @pytest.mark.anyio
+async def test_who_wants_an_older_version_is_served_before_those_who_came_earlier() -> None:
+    """A request of the step that trains next, whose first replica gave way to an update, is asked for again."""
+    fleet = fleet_of("a")
+    desk = ReplicaQueue(fleet)
+    first = waits(desk)
+    await settled()
+    later_step, older_step = waits(desk, Want(3, 4, limit=2)), waits(desk, Want(2, 3, limit=2))
+    await settled()
+    desk.give_back("job", first.result(), 2)
+    await settled()
+    assert older_step.done()
+    assert not later_step.done()
+    later_step.cancel()
+
+
+@pytest.mark.anyio
 async def test_one_who_gives_up_leaves_nothing_behind() -> None:
     fleet = fleet_of("a")
     desk = ReplicaQueue(fleet)
