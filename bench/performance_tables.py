@@ -300,6 +300,8 @@ LOOPS: tuple[str, ...] = (
     "loop-full-fp8-selective",
 )
 LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
+CARDS = {"loop-base-h100": ", an H100 of 80 GB"}
+"""Accelerators of the rows that are not of H200s."""
 
 
 def loops(rows: Rows) -> str:
@@ -310,7 +312,7 @@ def loops(rows: Rows) -> str:
             trains = _trains(settings["mode"], settings.get("trainer_quantization"))
             lines.append(
                 [
-                    f"{trains}, CFG {settings['guidance']:g}, {_sampler(settings)}",
+                    f"{trains}, CFG {settings['guidance']:g}, {_sampler(settings)}{CARDS.get(name, '')}",
                     f"{settings['rollouts']} + {settings['trainers']}",
                     str(settings["images"]),
                     f"{seen['step_s']:.1f}",
