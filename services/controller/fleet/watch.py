@@ -62,8 +62,8 @@ class _Waiter:
 
 
 class ReplicaQueue:
-    """Lends replicas out, by job: who wants the oldest version is served first, for an older step trains first; of those
-    who want the same, who came first."""
+    """Lends replicas out, by job: who wants the oldest version is served first, for an older step trains first; of
+    those who want the same, who came first."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
