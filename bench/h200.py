@@ -99,6 +99,7 @@ ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
 FULL = "bench.speed.train --mode full --compile --state 8bit"
 FULL_LOOP = f"{PLAIN_LOOP} --mode full --rollouts 2 --trainers 2 --optimizer-state 8bit"
 FULL_FP8_LOOP = f"{FULL_LOOP} --quantization fp8 --trainer-quantization fp8"
+ON_80_GB = "--images 64 --micro-batch 16 --checkpointing full"
 FULLY = "--images 128 --micro-batch 32 --checkpointing full"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
 BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
@@ -249,9 +250,7 @@ MEASUREMENTS = (
     Measurement(
         "loop-base-flash-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128 --tail-steps 3", tiny=None
     ),
-    Measurement(
-        "loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} --images 32 --micro-batch 2 --steps 2", tiny=None
-    ),
+    Measurement("loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} {ON_80_GB}", tiny=None),
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
