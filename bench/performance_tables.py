@@ -300,8 +300,6 @@ LOOPS: tuple[str, ...] = (
     "loop-full-fp8-selective",
 )
 LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
-CARDS = {"loop-base-h100": ", an H100 of 80 GB"}
-"""Accelerators of the rows that are not of H200s."""
 
 
 def loops(rows: Rows) -> str:
@@ -312,7 +310,7 @@ def loops(rows: Rows) -> str:
             trains = _trains(settings["mode"], settings.get("trainer_quantization"))
             lines.append(
                 [
-                    f"{trains}, CFG {settings['guidance']:g}, {_sampler(settings)}{CARDS.get(name, '')}",
+                    f"{trains}, CFG {settings['guidance']:g}, {_sampler(settings)}{_card(rows[name])}",
                     f"{settings['rollouts']} + {settings['trainers']}",
                     str(settings["images"]),
                     f"{seen['step_s']:.1f}",
@@ -327,6 +325,12 @@ def loops(rows: Rows) -> str:
             )
     header = ["job", "rollouts + trainers", "images a step", "step s", PER_GPU, *PHASES, "drain", "paused to verified"]
     return table([*header, "rollouts idle", "trainer idle", "overlap", "trainer MFU"], lines)
+
+
+def _card(row: Mapping[str, Any]) -> str:
+    """The accelerator, where it is not an H200."""
+    devices = str(row["machine"].get("devices", ""))
+    return "" if "H200" in devices or not devices else f", {devices}"
 
 
 def _sampler(settings: Mapping[str, Any]) -> str:

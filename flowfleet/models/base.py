@@ -65,6 +65,9 @@ class ModelAdapter(ABC):
     """diffusers' class of the component `vae`."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA of this family adapts by default, as PEFT's `target_modules`."""
+    joins_branches: bool = False
+    """Whether small branches of guidance may go in one forward: not where ranks must run equally many, nor where a
+    trainer's numbers must have the rollout's bits."""
     cuts_padding: ClassVar[bool] = False
     """Whether `_predict` takes prompts with `half_widths`."""
     parts: ClassVar[Parts] = USUAL_PARTS
@@ -260,10 +263,12 @@ class ModelAdapter(ABC):
         guidance: Guidance,
     ) -> tuple[Tensor, Tensor]:
         """The unguided velocities with both prompts, each of B rows."""
-        both = branches.stacked(prompts, negative, widths_may_differ=self.cuts_padding)
-        if both is None or not branches.are_small(latents):
-            parts = (self._predict(expert, latents, timesteps, part, size, guidance) for part in (prompts, negative))
-            return next(parts), next(parts)
+        both = None
+        if self.joins_branches and branches.go_together(latents, prompts):
+            both = branches.stacked(prompts, negative, widths_may_differ=self.cuts_padding)
+        if both is None:
+            positive = self._predict(expert, latents, timesteps, prompts, size, guidance)
+            return positive, self._predict(expert, latents, timesteps, negative, size, guidance)
         twice = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
         positive, unwanted = self._predict(expert, *twice, both, size, guidance).chunk(2)
         return positive, unwanted

@@ -5,12 +5,14 @@ from torch import Tensor
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 
 LARGE = 2**19
-"""Numbers of latents from which a branch fills an accelerator by itself: 8 pictures of 512² of Qwen-Image or SD3.5."""
+"""Numbers of latents, condition images among them, from which a branch fills an accelerator by itself: 8 pictures of
+512² of Qwen-Image or SD3.5."""
 
 
-def are_small(latents: Tensor) -> bool:
+def go_together(latents: Tensor, prompts: PromptEmbeds) -> bool:
     """Whether one forward of both branches is faster than two: on accelerators, below `LARGE`."""
-    return latents.device.type != "cpu" and latents.numel() < LARGE
+    size = latents.numel() + sum(extra.numel() for extra in prompts.extras.values())
+    return latents.device.type != "cpu" and size < LARGE
 
 
 def stacked(prompts: PromptEmbeds, negative: PromptEmbeds, *, widths_may_differ: bool) -> PromptEmbeds | None:

@@ -1,7 +1,7 @@
 """Encoded prompts: a transformer's inputs besides latents and noise level."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class PromptEmbeds:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PromptEmbeds":
         """The same prompts on `device`, embeds in `dtype` if given."""
         extras = {name: extra.to(device) for name, extra in self.extras.items()}
-        return PromptEmbeds(self.embeds.to(device, dtype), self.mask.to(device), extras, self.has_padding)
+        return replace(self, embeds=self.embeds.to(device, dtype), mask=self.mask.to(device), extras=extras)
 
 
 def concat_embeds(parts: Sequence[PromptEmbeds]) -> PromptEmbeds:

@@ -5,7 +5,7 @@ multiply-add is two). What is point-wise does not count. These are model FLOPs: 
 
 Convention of a training row (a sample at one noise level) and forward: full fine-tuning is 3 F, the forward, and in the
 backward the gradients of inputs and of weights. LoRA is 2 F + 3 A, where F is the base's forward and A the adapter's,
-for frozen weights get no gradient. With guidance a row has two forwards. MFU is this over time and the devices' peak.
+for frozen weights get no gradient. With guidance a row has two branches. MFU is this over time and the devices' peak.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.branches import LARGE
 from flowfleet.planning.facts import Facts
 from flowfleet.planning.replicas import replicates
 
@@ -79,8 +80,16 @@ def num_rounds(spec: JobSpec) -> int:
 
 
 def passes(spec: JobSpec) -> int:
-    """Forwards of a row: two with classifier-free guidance."""
+    """Branches of a row: two with classifier-free guidance."""
     return 2 if spec.rollout.guidance_scale > 1 else 1
+
+
+def _forward(spec: JobSpec, facts: Facts, micro: int, *, is_whole: bool) -> tuple[int, int]:
+    """Rows of a forward, and forwards before the backward: both branches of guidance may go in one where a rank holds
+    all of the model and they are small."""
+    if passes(spec) == 2 and is_whole and not spec.trainer.deterministic and micro * facts.latent < LARGE:
+        return 2 * micro, 1
+    return micro, passes(spec)
 
 
 def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = None) -> TrainerMemory:
@@ -95,6 +104,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     samples = math.ceil(spec.trained_per_step / part.world_size)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
+    forward = _forward(spec, facts, micro, is_whole=is_whole)
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
     gradients = FP32 * facts.trained / ranks
     replica = _replica(spec, facts) if part.samples != "no" else {}
@@ -115,7 +125,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "decoder": float(facts.vae_bytes) if spec.trains_on_gradients else 0.0,
         "rewards' gradients": samples * num_rounds(spec) * facts.latent * FP32 if spec.trains_on_gradients else 0.0,
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
-        "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
+        "activations": facts.activations.peak(part.gradient_checkpointing, *forward),
     }
     only_late: tuple[str, ...] = ("gradients, whole",) if is_whole else ()  # when activations are freed already
     if backwards == 1 and not is_whole:

@@ -80,10 +80,12 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         *,
         in_kernel: bool,
     ) -> tuple[Tensor, Tensor]:
-        """What text and image (B, S, D) gather by queries, keys and values (B, S, H, D / H) of both."""
+        """What text and image (B, S, D) gather by queries, keys and values (B, S, H, D / H) of both; the frequencies
+        are the image's and the text's, as diffusers has them."""
         norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
-        turns = freqs[1], freqs[0]
-        query, key = (_joint(text[part], image[part], norms[part], turns, in_kernel=in_kernel) for part in range(2))
+        query, key = (
+            _joint(text[part], image[part], norms[part], freqs[::-1], in_kernel=in_kernel) for part in range(2)
+        )
         output = dispatch_attention_fn(
             query,
             key,
@@ -99,10 +101,10 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         return output[:, :num_text].contiguous(), output[:, num_text:].contiguous()
 
 
-def _half(heads: list[Tensor], half: int, width: int | None = None) -> list[Tensor]:
+def _half(parts: list[Tensor], half: int, width: int | None = None) -> list[Tensor]:
     """Half of the rows, of their first `width` tokens."""
-    rows = len(heads[0]) // 2
-    return [part[half * rows : (half + 1) * rows, :width].contiguous() for part in heads]
+    rows = len(parts[0]) // 2
+    return [part[half * rows : (half + 1) * rows, :width].contiguous() for part in parts]
 
 
 def _joint(

@@ -69,12 +69,9 @@ class RolloutPool:
         self._watch.verified(self._job_id, verified)
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around an update of the job's trainer, whose ranks get no prompt meanwhile where rollouts sample as well."""
+        """Around an update or a publication by the job's trainer, whose ranks get no prompt meanwhile where rollouts
+        sample as well: they would refuse it."""
         return self._watch.updating(self._job_id)
-
-    def publishing(self, version: int) -> AbstractContextManager[None]:
-        """Around the publication of a version: until its end no prompt goes to replicas of older ones."""
-        return self._watch.publishing(self._job_id, version)
 
     def mark_suspect(self, replica_ids: Iterable[str]) -> None:
         self._watch.mark_suspect(replica_ids)

@@ -8,7 +8,7 @@ whatever the size of the fleet.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -76,10 +76,9 @@ class Fleet:
         self._doubted: set[str] = set()
         self.verified: dict[str, Verified] = {}
         """Verified versions by job; without an entry the version's number alone counts."""
-        self.updating: set[str] = set()
-        """Jobs whose trainer updates: its ranks get no prompt, where rollouts sample as well."""
-        self.publishing: dict[str, int] = {}
-        """Versions on their way, by job: replicas of older ones get no prompt, for they would not begin with it."""
+        self.updating: Counter[str] = Counter()
+        """Jobs whose trainer updates or publishes, how often at once: its ranks get no prompt, where rollouts sample as
+        well."""
         self.touched: set[str] = set()
 
     def __len__(self) -> int:
@@ -150,10 +149,8 @@ class Fleet:
         self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False, idle: str = ""
     ) -> Replica | None:
         """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
-        samples outstanding; in the pool `idle`, none: what waits there waits for an update. While a version is being
-        published, none older."""
+        samples outstanding; in the pool `idle`, none: what waits there waits for an update."""
         of_job = self._by_job.get(job_id, {}).values()
-        low = max(low, self.publishing.get(job_id, low))
         able = [
             r
             for r in of_job

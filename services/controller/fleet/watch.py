@@ -62,8 +62,8 @@ class _Waiter:
 
 
 class ReplicaQueue:
-    """Lends replicas out, by job: who wants the oldest version is served first, for an older step trains first; of
-    those who want the same, who came first."""
+    """Lends replicas out, by job. Serves the earliest step first, because it trains first, and those that want the same
+    in order of arrival."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -176,22 +176,12 @@ class FleetWatch:
 
     @contextmanager
     def updating(self, job_id: str) -> Iterator[None]:
-        """Around an update of a job's trainer."""
-        self.fleet.updating.add(job_id)
+        """Around an update of a job's trainer, or of its weights; several may overlap."""
+        self.fleet.updating[job_id] += 1
         try:
             yield
         finally:
-            self.fleet.updating.discard(job_id)
-            self._desk.serve(job_id)
-
-    @contextmanager
-    def publishing(self, job_id: str, version: int) -> Iterator[None]:
-        """Around the publication of a version, which replicas of older ones would refuse a prompt for."""
-        self.fleet.publishing[job_id] = version
-        try:
-            yield
-        finally:
-            del self.fleet.publishing[job_id]
+            self.fleet.updating -= Counter([job_id])
             self._desk.serve(job_id)
 
     def look_again(self) -> None:

@@ -206,10 +206,10 @@ class TrainingStep:
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
-        with job.pool.publishing(version):
+        with job.pool.updating():
             response = await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s)
-        job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
-        await job.pool.refresh()
+            job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
+            await job.pool.refresh()
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):
             raise NotYet(f"no replica received version {version}: {response.results[0].error}")

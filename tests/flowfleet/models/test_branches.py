@@ -1,23 +1,31 @@
 """Both branches of guidance in one forward, as accelerators run small ones, against two forwards."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from flowfleet.models import branches
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.families.qwen_image import QwenImageAdapter
+from flowfleet.models.families.qwen_image_edit import QwenImageEditAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.quantization import fused
-from services.trainer.parallel.blocks import compile_blocks
+from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
 from tests.flowfleet.quantization.test_adapted import made
 from tests.tiny_models import make_tiny
 
-KINDS = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "wan", "bagel")
+KINDS = (
+    *("qwen_image", "qwen_image_edit", "stable_diffusion_3", "flux", "chroma", "z_image", "wan", "bagel"),
+    "hunyuan_image3",
+)
 ONE_WIDTH = {"stable_diffusion_3", "flux", "chroma"}
 """Families whose prompts all have one width."""
 PROMPTS = ["a red sign that says nothing at all"] * 2
@@ -27,19 +35,44 @@ SAME_WIDTH, NARROW = "a blue sign that says nothing at all", "a"
 @pytest.fixture(params=KINDS)
 def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> ModelAdapter:
     checkpoint = make_tiny(request.param, tmp_path / request.param)
-    return adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
+    made = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
+    made.joins_branches = True
+    return made
 
 
-def guided(adapter: ModelAdapter, negative: str, size: Size) -> tuple[Tensor, list[Tensor | None]]:
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What makes small branches go together from then on."""
+    return lambda: monkeypatch.setattr(branches, "go_together", lambda latents, prompts: True)
+
+
+def encoded(adapter: ModelAdapter, texts: list[str]) -> PromptEmbeds:
+    """Encodes prompts, with a picture each for a model that edits."""
+    if not isinstance(adapter, QwenImageEditAdapter):
+        return adapter.encode(texts)
+    return adapter.encode(texts, images=[[Image.new("RGB", (64, 64), "red")] for _ in texts])
+
+
+def guided(
+    adapter: ModelAdapter, negative: str, size: Size, interval: tuple[float, float] = (0.0, 1.0)
+) -> tuple[Tensor, list[Tensor | None]]:
     """A velocity at guidance 4, and the gradient of its square by each parameter."""
     adapter.transformer.requires_grad_(True).zero_grad()
     velocity = adapter.velocity(
         adapter.initial_latents([1, 2], size),
         torch.tensor([700.0, 400.0]),
-        adapter.encode(PROMPTS),
+        encoded(adapter, PROMPTS),
         size=size,
-        guidance=Guidance(4.0),
-        negative=adapter.encode([negative]),
+        guidance=Guidance(4.0, interval=interval),
+        negative=encoded(adapter, [negative]),
     )
     velocity.square().sum().backward()  # type: ignore[no-untyped-call]
     return velocity.detach(), [parameter.grad for parameter in adapter.transformer.parameters()]
@@ -58,26 +91,53 @@ def forwards_of(module: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("negative", [SAME_WIDTH, NARROW])
 def test_one_forward_gives_what_two_give(
-    adapter: ModelAdapter, negative: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    adapter: ModelAdapter, negative: str, on_an_accelerator: Callable[[], None], request: pytest.FixtureRequest
 ) -> None:
     size, forwards = size_of(adapter), forwards_of(adapter.transformer)
-    velocity, gradients = guided(adapter, negative, size)
+    expected = guided(adapter, negative, size)
     assert len(forwards) == 2
-    monkeypatch.setattr(branches, "are_small", lambda latents: True)
-    together, gradients_together = guided(adapter, negative, size)
+    on_an_accelerator()
+    found = guided(adapter, negative, size)
     kind = request.node.callspec.params["adapter"]
     fits = negative == SAME_WIDTH or kind in ONE_WIDTH or adapter.cuts_padding
     assert len(forwards) == (3 if fits else 4)
-    torch.testing.assert_close(together, velocity, rtol=0, atol=2e-5)
-    for ours, theirs in zip(gradients_together, gradients, strict=True):
-        assert (ours is None) == (theirs is None)
+    assert_same(found, expected)
+
+
+def assert_same(found: tuple[Tensor, list[Tensor | None]], expected: tuple[Tensor, list[Tensor | None]]) -> None:
+    """Velocities and gradients; one that is missing is zero."""
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-5)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
         if ours is not None and theirs is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 + 1e-4 * float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=5e-5 + 1e-4 * float(theirs.abs().max()))
+        else:
+            assert all(part is None or not part.any() for part in (ours, theirs))
 
 
-def test_prompts_of_several_widths_go_in_two_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = QwenImageAdapter.load(make_tiny("qwen_image", tmp_path / "model"), dtype=torch.float32)
-    monkeypatch.setattr(branches, "are_small", lambda latents: True)
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_halves_of_different_widths_are_checkpointed_and_compiled(
+    kind: Any, tiny_qwen_image: Path, on_an_accelerator: Callable[[], None]
+) -> None:
+    """One of the rows lies outside the interval of guidance."""
+    adapter = QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32)
+    size, interval = Size(64, 64), (0.0, 0.5)
+    expected = guided(adapter, NARROW, size, interval)
+    checkpoint_blocks(adapter.transformer, kind, is_compiled=True)
+    compile_blocks(adapter.transformer, "aot_eager")
+    adapter.joins_branches = True
+    on_an_accelerator()
+    forwards = forwards_of(adapter.transformer)
+    assert_same(guided(adapter, NARROW, size, interval), expected)
+    assert len(forwards) == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_prompts_of_several_widths_go_in_two_forwards(
+    tiny_qwen_image: Path, on_an_accelerator: Callable[[], None]
+) -> None:
+    adapter = QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32)
+    adapter.joins_branches = True
+    on_an_accelerator()
     prompts, negative = adapter.encode([PROMPTS[0], "a"]), adapter.encode([NARROW])
     assert branches.stacked(prompts, negative.rows(2), widths_may_differ=True) is None
     forwards = forwards_of(adapter.transformer)
@@ -86,9 +146,20 @@ def test_prompts_of_several_widths_go_in_two_forwards(tmp_path: Path, monkeypatc
     assert len(forwards) == 2
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+def test_an_adapter_that_was_not_told_to_join_them_does_not(
+    tiny_qwen_image: Path, on_an_accelerator: Callable[[], None]
+) -> None:
+    """Ranks that share a model must run equally many forwards, and their micro-batches may differ in width."""
+    adapter = QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32)
+    on_an_accelerator()
+    forwards = forwards_of(adapter.transformer)
+    guided(adapter, SAME_WIDTH, Size(64, 64))
+    assert len(forwards) == 2
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_float8_base_with_its_kernels_gives_the_same(
-    compiled: bool, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+    is_compiled: bool, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch, on_an_accelerator: Callable[[], None]
 ) -> None:
     """The formulas of the kernels, which CUDA has in their place; rows are quantized each by itself, so padding does
     not change the others."""
@@ -104,13 +175,13 @@ def test_a_float8_base_with_its_kernels_gives_the_same(
             )
 
     expected = velocity()
-    if compiled:
+    if is_compiled:
         compile_blocks(adapter.transformer, "aot_eager")
-    monkeypatch.setattr(branches, "are_small", lambda latents: True)
+    adapter.joins_branches = True
+    on_an_accelerator()
     forwards = forwards_of(adapter.transformer)
     assert torch.equal(velocity(), expected)
     assert len(forwards) == 1
-    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def blank(adapter: ModelAdapter, num_tokens: int) -> PromptEmbeds:
@@ -120,7 +191,10 @@ def blank(adapter: ModelAdapter, num_tokens: int) -> PromptEmbeds:
     return prompts
 
 
-def test_large_branches_and_those_on_the_cpu_are_not_small() -> None:
-    assert not branches.are_small(torch.empty(1, 4))
-    assert branches.are_small(torch.empty(7, 1024, 64, device="meta"))
-    assert not branches.are_small(torch.empty(8, 1024, 64, device="meta"))
+def test_large_branches_and_those_on_the_cpu_go_apart() -> None:
+    prompt = PromptEmbeds(torch.empty(1, 2, 4, device="meta"), torch.ones(1, 2, dtype=torch.bool))
+    edits = replace(prompt, extras={"image_1": torch.empty(1, 2048, 64, device="meta")})
+    assert not branches.go_together(torch.empty(1, 4), prompt)
+    assert branches.go_together(torch.empty(7, 1024, 64, device="meta"), prompt)
+    assert not branches.go_together(torch.empty(8, 1024, 64, device="meta"), prompt)
+    assert not branches.go_together(torch.empty(7, 1024, 64, device="meta"), edits)

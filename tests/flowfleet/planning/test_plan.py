@@ -60,6 +60,18 @@ def test_eager_lora_on_one_gpu_was_measured_at_48_gib(eager: tuple[JobSpec, Fact
     assert as_measured(trainer_memory(*eager)) == pytest.approx(48, rel=0.15)
 
 
+def test_small_branches_of_guidance_are_held_at_once(eager: tuple[JobSpec, Facts]) -> None:
+    """A block that is computed again holds the rows of both where they go in one forward, and of one where not."""
+    spec, facts = eager
+    guided = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"guidance_scale": 4.0})})
+
+    def activations(spec: JobSpec, rows: int) -> float:
+        return trainer_memory(changed(spec, micro_batch_size=rows), facts).parts["activations"]
+
+    assert activations(guided, 2) == pytest.approx(activations(spec, 4))
+    assert activations(spec, 16) < activations(guided, 16) < activations(spec, 32)
+
+
 @pytest.mark.long
 def test_compiled_lora_on_four_gpus_was_measured(full_size: Path) -> None:
     spec = lora_spec(full_size, micro_batch_size=16, world_size=4, compile=True, sharding="fsdp")

@@ -47,28 +47,30 @@ async def test_a_rank_next_to_rollouts_is_lent_again_when_the_update_has_ended(
         assert await asyncio.wait_for(asyncio.shield(asked), 5) == "rank"
 
     with pool.updating():
-        asked = asyncio.create_task(lent())
+        with pool.updating():  # a publication for a newcomer, whose end is not the update's
+            asked = asyncio.create_task(lent())
         await asyncio.sleep(0.1)
         assert asked.done() is not waits
     await lent_soon()
-    assert watch.fleet.updating == set()
+    assert not watch.fleet.updating
     await redis.aclose()
 
 
 @pytest.mark.anyio
-async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["TrainStep", "PublishWeights"])
+async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step_or_to_publish(
+    call: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, train = list[set[str]](), ScriptedTrainer.TrainStep
+    seen, done = list[set[str]](), getattr(ScriptedTrainer, call)
 
     async def watched(self: ScriptedTrainer, request: Any, context: Any) -> Any:
         seen.append({*running.runner._fleet.fleet.updating})
-        return await train(self, request, context)
+        return await done(self, request, context)
 
-    monkeypatch.setattr(ScriptedTrainer, "TrainStep", watched)
+    monkeypatch.setattr(ScriptedTrainer, call, watched)
     rewards = {"ocr": ScriptedReward(lambda sample: len(sample.prompt))}
     async with scripted_fleet(redis_url, tmp_path / "state", rewards) as running:
         job = await running.run(job_of(tmp_path))
         assert seen
         assert all(jobs == {job.id} for jobs in seen)
-        assert running.runner._fleet.fleet.updating == set()
+        assert not running.runner._fleet.fleet.updating

@@ -61,7 +61,7 @@ def test_a_trainers_rank_that_samples_while_it_is_idle_gets_a_batch_at_a_time_an
     fleet.charge("rollout", 16)
     want = ("job", 3, 3, 32, False, "default.trainer")
     assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rank"]
-    fleet.updating.add("job")
+    fleet.updating["job"] += 1
     assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rollout"]
     assert chosen(fleet) == "rank"  # of a job that samples on its ranks alone
     fleet.updating.clear()
@@ -69,17 +69,6 @@ def test_a_trainers_rank_that_samples_while_it_is_idle_gets_a_batch_at_a_time_an
     assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rollout"]
     fleet.charge("rollout", 16)
     assert fleet.choose(*want) is None
-
-
-def test_while_a_version_is_published_none_older_is_chosen() -> None:
-    fleet = fleet_of("a", "b")
-    fleet.publishing["job"] = 4
-    assert fleet.choose("job", 2, 4, 2) is None
-    fleet.update([record("b", version=4)])
-    assert [r.replica_id for r in [fleet.choose("job", 2, 4, 2)] if r] == ["b"]
-    fleet.publishing.clear()
-    fleet.charge("b", 1)
-    assert chosen(fleet) == "a"
 
 
 def test_a_version_of_the_same_number_in_weights_that_the_job_did_not_publish_gets_no_prompt() -> None:
