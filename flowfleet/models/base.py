@@ -65,6 +65,9 @@ class ModelAdapter(ABC):
     """diffusers' class of the component `vae`."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA of this family adapts by default, as PEFT's `target_modules`."""
+    skips_branches: bool = True
+    """Whether a forward outside of guidance's interval is left out: not where ranks must run equally many, for their
+    noise levels may differ."""
     joins_branches: bool = False
     """Whether small branches of guidance may go in one forward: not where ranks must run equally many, nor where a
     trainer's numbers must have the rollout's bits."""
@@ -236,7 +239,8 @@ class ModelAdapter(ABC):
         if guidance.is_on and negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
         inside = _inside(timestep, guidance)
-        if negative is None or not guidance.is_on or (inside is not None and not bool(inside.any())):
+        is_outside = inside is not None and self.skips_branches and not bool(inside.any())
+        if negative is None or not guidance.is_on or is_outside:
             return self._predict(expert, latents, timesteps, prompts, size, guidance)
         negative = negative.rows(len(latents))
         positive, unwanted = self._predict_both(expert, latents, timesteps, prompts, negative, size, guidance)

@@ -125,6 +125,7 @@ class Engine:
                 allocate(expert, self.ranks.device)
                 fill(expert, source, self.ranks)
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
+        self.adapter.skips_branches = self.replicates or self.ranks.world_size == 1
         self.adapter.joins_branches = self.replicates and not self.spec.trainer.deterministic
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))

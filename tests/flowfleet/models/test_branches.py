@@ -157,6 +157,24 @@ def test_an_adapter_that_was_not_told_to_join_them_does_not(
     assert len(forwards) == 2
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_forward_outside_of_the_interval_is_left_out_where_ranks_are_independent(
+    skips: bool, tiny_qwen_image: Path
+) -> None:
+    adapter = QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32)
+    adapter.skips_branches = skips
+    forwards = forwards_of(adapter.transformer)
+    velocity, _ = guided(adapter, NARROW, Size(64, 64), (0.0, 0.1))
+    assert len(forwards) == (1 if skips else 2)
+    unguided = adapter.velocity(
+        adapter.initial_latents([1, 2], Size(64, 64)),
+        torch.tensor([700.0, 400.0]),
+        adapter.encode(PROMPTS),
+        size=Size(64, 64),
+    )
+    assert torch.equal(velocity, unguided)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_float8_base_with_its_kernels_gives_the_same(
     is_compiled: bool, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch, on_an_accelerator: Callable[[], None]

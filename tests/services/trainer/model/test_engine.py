@@ -22,3 +22,4 @@ def test_branches_of_guidance_are_joined_where_ranks_are_independent_and_bits_do
     assert not engine.adapter.joins_branches
     engine.shard()
     assert engine.adapter.joins_branches is joins
+    assert engine.adapter.skips_branches  # on a rank alone
