@@ -31,6 +31,7 @@ NFT: dict[str, Any] = {
 }
 DPO: dict[str, Any] = {
     "algorithm": {"name": "online_dpo", "num_noise_levels": 2, "beta": 10.0, "pairs_per_group": 1},
+    "rollout": {"guidance_scale": 3.0, "guidance_interval": [0.0, 0.5]},
     "trainer": {"mode": "full", "micro_batch_size": 2},
 }
 DGPO: dict[str, Any] = {
@@ -62,7 +63,7 @@ def torchrun(*folders: Path) -> None:
 @pytest.mark.long
 def test_two_ranks_make_the_update_of_one(tiny_qwen_image: Path, ranks: Ranks, tmp_path: Path) -> None:
     """NFT on two experts with an adapter, pairs with full weights, and groups; three pairs or groups leave one rank
-    with padding."""
+    with padding. Pairs' noise levels lie inside of guidance's interval on one rank and outside on the other."""
     jobs = {
         "nft": (make_tiny("wan_two_experts", tmp_path / "wan"), NFT),
         "dpo": (tiny_qwen_image, DPO),
