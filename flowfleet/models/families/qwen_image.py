@@ -79,14 +79,15 @@ class QwenImageAdapter(ModelAdapter):
         self, expert: Any, tokens: Tensor, timesteps: Tensor, prompts: PromptEmbeds, grids: Sequence[tuple[int, int]]
     ) -> Tensor:
         """The transformer's output (B, T, 4Z) float32 for tokens (B, T, 4Z) of pictures with these rows and columns."""
+        attention = {} if prompts.half_widths is None else {"attention_kwargs": {"half_widths": prompts.half_widths}}
         output: Tensor = expert(
             hidden_states=tokens.to(self.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=prompts.embeds.to(tokens.device, self.dtype),
             encoder_hidden_states_mask=prompts.mask.to(tokens.device) if prompts.has_padding else None,
             img_shapes=[[(1, *grid) for grid in grids]] * len(tokens),
-            attention_kwargs=None if prompts.half_widths is None else {"half_widths": prompts.half_widths},
             return_dict=False,
+            **attention,
         )[0]
         return output.float()
 
