@@ -157,6 +157,15 @@ def test_an_adapter_that_was_not_told_to_join_them_does_not(
     assert len(forwards) == 2
 
 
+def test_a_forward_of_one_branch_has_no_arguments_of_diffusers_alone(tiny_qwen_image: Path) -> None:
+    """vLLM-Omni's transformer, which the same adapter runs, does not know `attention_kwargs`."""
+    adapter, seen = QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32), set[str]()
+    adapter.transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    guided(adapter, NARROW, Size(64, 64))
+    assert "hidden_states" in seen
+    assert "attention_kwargs" not in seen
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_forward_outside_of_the_interval_is_left_out_where_ranks_are_independent(
     skips: bool, tiny_qwen_image: Path
