@@ -236,11 +236,12 @@ class ModelAdapter(ABC):
         expert = self.expert(timestep)
         timesteps = timestep.to(latents.device, torch.float32).expand(len(latents))
         prompts = prompts.rows(len(latents))
-        if guidance.is_on and negative is None:
+        if not guidance.is_on:
+            return self._predict(expert, latents, timesteps, prompts, size, guidance)
+        if negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
         inside = _inside(timestep, guidance)
-        is_outside = inside is not None and self.skips_branches and not bool(inside.any())
-        if negative is None or not guidance.is_on or is_outside:
+        if inside is not None and self.skips_branches and not bool(inside.any()):
             return self._predict(expert, latents, timesteps, prompts, size, guidance)
         negative = negative.rows(len(latents))
         positive, unwanted = self._predict_both(expert, latents, timesteps, prompts, negative, size, guidance)
