@@ -13,6 +13,7 @@ LoRA on a float8 base, each line for one call of nine minutes, on two H200s wher
 
     --only rollout-base,train-base,loop-base-only    rollout and update side by side, then both GPUs sample and train
     --only scaling-2,loop-only-2,loop-only-2-bypass  one update on two GPUs; the loop in bfloat16
+    --only loop-idle,loop-idle-bypass                an idle trainer in bfloat16, on four H200s
     --only loop-base-idle                            a rollout, and a trainer that samples while it waits
     --only loop-base-cfg                             guidance 4
     --only loop-base-flash,rollout-base-merged       the tail of MixGRPO-Flash; a merged adapter
