@@ -46,6 +46,17 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": EventLoop}
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without what earlier tests compiled and counted."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny `QwenImagePipeline` checkpoint folder (fp32), made once a test session; read only."""

@@ -1,6 +1,6 @@
 """Both branches of guidance in one forward, as accelerators run small ones, against two forwards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
 from tests.flowfleet.quantization.test_adapted import made
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 KINDS = (
     *("qwen_image", "qwen_image_edit", "stable_diffusion_3", "flux", "chroma", "z_image", "wan", "bagel"),
     "hunyuan_image3",
@@ -35,22 +37,14 @@ SAME_WIDTH, NARROW = "a blue sign that says nothing at all", "a"
 @pytest.fixture(params=KINDS)
 def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> ModelAdapter:
     checkpoint = make_tiny(request.param, tmp_path / request.param)
-    made = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
-    made.joins_branches = True
-    return made
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+    loaded = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
+    loaded.joins_branches = True
+    return loaded
 
 
 @pytest.fixture
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What makes small branches go together from then on."""
+    """Makes small branches go together from the call on."""
     return lambda: monkeypatch.setattr(branches, "go_together", lambda latents, prompts: True)
 
 

@@ -1,7 +1,6 @@
 """What blocks keep for the backward, and compiling them: the same numbers as without."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from flowfleet.weights.lora import install_lora
 from services.trainer.parallel import blocks
 from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 SIZE = Size(32, 32, 1)
 
 
@@ -35,14 +36,6 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def adapted(path: Path) -> tuple[ModelAdapter, dict[str, Any]]:
