@@ -329,7 +329,7 @@ def loops(rows: Rows) -> str:
 
 def _card(row: Mapping[str, Any]) -> str:
     """The accelerator, where it is not an H200."""
-    devices = str(row["machine"].get("devices", ""))
+    devices = str(row.get("machine", {}).get("devices", ""))
     return "" if "H200" in devices or not devices else f", {devices}"
 
 

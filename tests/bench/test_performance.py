@@ -16,7 +16,7 @@ from bench.h200 import Measurement, code_version, run_all, select, share_cores
 from bench.learning.proof import seeds_after
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
 from bench.performance_goals import GOALS, summary
-from bench.performance_tables import engine_of, machine, parts, proofs, published
+from bench.performance_tables import engine_of, loops, machine, parts, proofs, published
 from bench.speed.gap import VARIANTS
 from bench.speed.loop.figures import loop_figures, policy_version, rollout_busy_s
 from docs.generate.markdown import outdated, rewrite
@@ -120,6 +120,12 @@ def test_the_summary_says_what_is_met(tmp_path: Path) -> None:
 
 def test_the_page_is_made_of_the_results() -> None:
     assert outdated(ROOT / PAGE, parts(read_all(ROOT / RESULTS))) == []
+
+
+def test_a_loop_just_measured_is_listed_without_its_machine() -> None:
+    """The driver prints its rows so, next to what it says of the machine."""
+    figures = json.loads((ROOT / RESULTS / "loop-base-h100.json").read_text())["figures"]
+    assert "2.15" in loops({"loop-base-h100": {"figures": figures}})
 
 
 def test_weight_updates_are_listed_by_their_receivers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,14 @@ def adapter(job: JobSpec) -> Iterator[str]:
     )
 
 
+def _rollout_batches(job: JobSpec) -> int:
+    """How many batches of the rollout, cut to micro-batches, a step has where none is dropped."""
+    of_group, rows = job.rollout.made_of_group, job.trainer.micro_batch_size
+    groups = max(1, job.rollout.batch_size // job.rollout.group_size)
+    full, rest = divmod(job.rollout.prompts_per_step, groups)
+    return full * math.ceil(groups * of_group / rows) + math.ceil(rest * of_group / rows)
+
+
 def batches(job: JobSpec) -> Iterator[str]:
     """Checks updates and micro-batches against what a step trains on."""
     part = job.trainer
@@ -39,6 +48,12 @@ def batches(job: JobSpec) -> Iterator[str]:
         yield (
             f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
             "on; lower it or raise rollout.prompts_per_step"
+        )
+    elif part.deterministic and job.records_steps and (whole := _rollout_batches(job)) < part.updates_per_step:
+        yield (
+            f"trainer.deterministic repeats the rollout's batches whole, and a step has {whole}: too few for "
+            f"trainer.updates_per_step = {part.updates_per_step}. Lower rollout.batch_size or trainer.micro_batch_size "
+            f"to {max(1, job.trained_per_step // part.updates_per_step)} or less, or set trainer.deterministic = false"
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"

@@ -773,6 +773,14 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.updates_per_step = 9",
         "8 samples",
     ),
+    "more updates than batches that are kept whole": (
+        {
+            "rollout": {"prompts_per_step": 12, "group_size": 12, "batch_size": 144},
+            "trainer": {"deterministic": True, "micro_batch_size": 144, "updates_per_step": 2},
+        },
+        "trainer.deterministic repeats the rollout's batches whole, and a step has 1",
+        "to 72 or less, or set trainer.deterministic = false",
+    ),
     # Names
     "unknown algorithm": (
         {"algorithm": {"name": "flow_grop"}},
