@@ -1,12 +1,12 @@
 """Composition: what a setting changes for Flow-GRPO, and what holds back a reward that is pushed too far.
 
-    python -m bench.learning.ablations staleness --parallel 8    [--set KEY=VALUE …]
+    python -m bench.learning.ablations staleness --gpus 0 --parallel 8    [--model FOLDER] [--set KEY=VALUE …]
     python -m bench.learning.ablations group window guidance guards …
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the best learning
 rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
-base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--set model.path=FOLDER`). Runs go into
+base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -22,12 +22,27 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.learning.composition import ALGORITHMS, SCORE, Algorithm, chosen_factors, judged, run_of
+from bench.learning.composition import (
+    ALGORITHMS,
+    SCORE,
+    Algorithm,
+    add_base,
+    base_of,
+    chosen_factors,
+    judged,
+    lasting,
+    make_first,
+    run_of,
+)
 from bench.learning.results import Result, changes, read_all, spread
-from bench.learning.runs import Run, add_options, report, train_all
+from bench.learning.runs import Run, add_options, places, report, train_all
 from docs.generate.markdown import content, rewrite, table
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
+STEPS, EVERY = 48, 12
+"""Steps of a line, and between its validations."""
+PUSHED: Final = lasting(96, 24)
+"""Length of a line whose reward is pushed until it is hacked."""
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 
 
@@ -74,13 +89,13 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for scale in (1, 2, 3, 4)
     ],
     "guards": [
-        Line("reward alone"),
-        Line("KL", ("algorithm.kl_coef=0.04",)),
+        Line("reward alone", PUSHED),
+        Line("KL", ("algorithm.kl_coef=0.04", *PUSHED)),
         Line(
             "gate",
-            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}'),
+            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}', *PUSHED),
         ),
-        Line("second reward", ("rewards.image_quality.weight=0.5",)),
+        Line("second reward", ("rewards.image_quality.weight=0.5", *PUSHED)),
         Line(
             "GARDO",
             (
@@ -91,6 +106,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
                 "rewards.image_quality.weight=0.0",
                 'algorithm.kl_gate={rewards=["image_quality"]}',
                 "algorithm.kl_reference={every=3}",
+                *PUSHED,
             ),
         ),
     ],
@@ -107,12 +123,12 @@ def main() -> int:
             for study in options.studies:
                 content(options.page.read_text(), _part(study))
         if not options.table_only:
-            runs = [
-                run for study in options.studies for run in plan(study, options.seeds, options.directory, options.set)
-            ]
+            make_first(options, (), console)
+            given = (base_of(options), *options.set)
+            runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, given)]
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
-    errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
+    errors = train_all(lambda: runs, places(options), options.budget, console)
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -139,7 +155,7 @@ def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str]
         for line in STUDIES[study]:
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", "small_seen")
-            runs.append(replace(run, changes=(*run.changes, *given, *line.changes)))
+            runs.append(replace(run, changes=(*run.changes, *lasting(STEPS, EVERY), *given, *line.changes)))
     return runs
 
 
@@ -174,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("studies", nargs="+", choices=list(STUDIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add_options(parser)
+    add_base(parser)
     parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="where the sweep is too")
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose parts learning-composition-STUDY are rewritten")

@@ -1,21 +1,20 @@
 """Composition: every algorithm on the small world at equal samples, scored by the judge that training never sees.
 
-    python -m bench.learning.composition sweep --parallel 8    three learning rates of each, one seed
-    python -m bench.learning.composition runs --parallel 8     the best of each by its reward, three seeds
-    python -m bench.learning.composition page                  table and curves of what is there
+    nvidia-cuda-mps-control -d    # runs share a GPU
+    python -m bench.learning.composition all --gpus 0,1 --parallel 32 --cores-per-run 1
+    python -m bench.learning.composition all --algorithms awm crd --seeds 1 …    some of it
+    python -m bench.learning.composition page                                    table and curves of what is there
+
+`all` makes the base and the preferences, sweeps three learning rates of each algorithm with one seed, and trains the
+best by its reward with three seeds; `sweep` and `runs` are its halves.
 
 An algorithm's job is the small world's (`recipes/bases/composition_small.toml`) with what the algorithm's own recipe
 of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
 sweep is validated on `small_validation`, the runs on `small_seen`. Every run makes the same number of pictures, but
 `previews` makes half of them once more, in full, and its figures count both; DPO from pairs reads as many from a data
-set of the base's own, which took more to make. ReFL and SRPO follow the gradient of the reward's smooth score, and the
-reward watches. Every run has a fresh stack of its own; a run that is there is kept.
-
-Two algorithms learn from what must be there first, in the same directory; their runs say what to run where it is not:
-
-    dpo            DIRECTORY/preferences, by `recipes.composition.base.preferences`
-    diffusion_opd  the models of AWM and Flow-GRPO of its seed, by `runs --algorithms awm ocr --keep-models`; each
-                   teaches half of the prompts, and the rewards only watch
+set of the base's own, which took more to make. DiffusionOPD learns from the models that AWM and Flow-GRPO of its seed
+left, each of which teaches half of the prompts, and the rewards only watch. ReFL and SRPO follow the gradient of the
+reward's smooth score, and the reward watches. Every run has a fresh stack of its own; a run that is there is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +32,9 @@ from rich.console import Console
 
 from bench.learning.jobs import SMOOTHED, as_changes, lacking, own_settings
 from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
-from bench.learning.runs import Run, add_options, report, train_all
+from bench.learning.runs import Run, add_options, places, report, train_all
 from docs.generate.markdown import rewrite, table
-from flowfleet.demo.demos import DEMOS
+from flowfleet.demo.demos import DEMOS, WIDER, Made
 from flowfleet.demo.plots import learning_panels
 
 RECIPE: Final = "bases/composition_small"
@@ -47,10 +45,16 @@ SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.5, 0.6)
 SEEDS: Final = (1, 2, 3)
+PREFERENCES: Final = "recipes.composition.base.preferences --world small"
 SWEEP: Final = "python -m bench.learning.composition sweep"
 PAIRS: Final = "preferences/preferences.jsonl"
 SAMPLES: Final = 144
 """Samples of a step."""
+BATCH: Final = SAMPLES // 2
+"""Samples of a batch: a trainer that repeats batches whole has one for each of two updates."""
+STEPS, EVERY = 96, 16
+"""Steps of a run, and between its validations."""
+SWEEP_STEPS, SWEEP_EVERY = 40, 8
 FACTORS: Final = (0.5, 1.0, 2.0)
 """The whole sweep: factors of the learning rate of the recipe of signs."""
 SWEEP_SEED: Final = 1
@@ -106,9 +110,11 @@ ALGORITHMS: Final = (
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
-    runs = _runs(options, chosen)
+    listed = Listed(options, chosen)
     try:
-        errors = _train(runs, options, console)
+        if options.what != "page":
+            make_first(options, chosen, console)
+        errors = {} if options.what == "page" else train_all(listed, places(options), options.budget, console)
     except ValueError as mistake:
         sys.exit(str(mistake))
     seeds = sorted({*SEEDS, *options.seeds})
@@ -125,6 +131,8 @@ def main() -> int:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     elif options.what == "page":
         console.print(f"{options.directory} holds no finished run: name another --directory")
+    runs = listed.every()
+    errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
     unswept = [one.key for one, factor in factors.items() if factor is None]
     if options.what == "runs" and unswept:
         text = f"not started: first run `{SWEEP} --algorithms {' '.join(unswept)} --directory {options.directory}`"
@@ -133,45 +141,75 @@ def main() -> int:
     return report(runs, errors, console)
 
 
-def _runs(options: argparse.Namespace, chosen: Sequence[Algorithm]) -> list[Run]:
-    """Runs that the command trains; algorithms without a sweep have none."""
-    if options.what == "page":
-        return []
-    if options.what == "sweep":
-        runs = sweep(chosen, options.directory)
-    else:
-        runs = plan([one for one in chosen if swept(one, options.directory)], options.seeds, options.directory)
-    return [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
+class Listed:
+    """What the command is to train, as far as it is known: an algorithm's runs follow its sweep, and students their
+    teachers."""
+
+    def __init__(self, options: argparse.Namespace, chosen: Sequence[Algorithm]) -> None:
+        self._options, self._chosen = options, chosen
+        self._teachers = {key for one in chosen for key in one.teachers}
+        self._ready = set[Run]()
+
+    def every(self) -> list[Run]:
+        """Runs that lack something too. ValueError for settings that make no job."""
+        what, directory = self._options.what, self._options.directory
+        runs = sweep(self._chosen, directory) if what in ("sweep", "all") else []
+        pending = {run.directory.name.rpartition("-")[0] for run in runs if not run.is_done}
+        if what in ("runs", "all"):
+            swept_ones = [one for one in self._chosen if one.key not in pending and swept(one, directory)]
+            runs += plan(swept_ones, self._options.seeds, directory)
+        given = (base_of(self._options), *self._options.set)
+        return [replace(run, changes=(*run.changes, *given), keeps_model=self._keeps_model(run)) for run in runs]
+
+    def _keeps_model(self, run: Run) -> bool:
+        is_teacher = run.directory.name.rpartition("-")[0] in self._teachers and run.directory.parent.name != "sweep"
+        return is_teacher or bool(self._options.keep_models)
+
+    def __call__(self) -> list[Run]:
+        runs = self.every()
+        self._ready |= {run for run in runs if run not in self._ready and not lacking(run)}
+        return [run for run in runs if run in self._ready]
 
 
-def _train(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> dict[Run, str]:
-    """Errors by run. Students come after their teachers. ValueError for settings that make no job."""
-    errors: dict[Run, str] = {}
-    deadline = time.monotonic() + options.budget
-    for _ in ("teachers and all others", "students"):
-        ready = [run for run in runs if run not in errors and not lacking(run)]
-        errors |= train_all(ready, options.parallel, deadline - time.monotonic(), console, options.gpus)
-    return errors | {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
+def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console: Console) -> None:
+    """Makes the base and the preferences where they are missing and wanted. ValueError where that fails."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if WIDER.path == options.model:
+        WIDER.make(say)
+    if any(one.reads_pairs for one in chosen):
+        pairs = (options.directory / PAIRS).parent
+        command = f"{PREFERENCES} --model {options.model} --pairs {STEPS * SAMPLES // 2}"
+        Made(pairs, command, "the preferences").make(say)
 
 
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
     """Every algorithm with each of `FACTORS`, validated on prompts that no figure is of."""
-    return [
+    runs = [
         run_of(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation", directory)
         for factor in FACTORS
         for one in algorithms
     ]
+    return [replace(run, changes=(*run.changes, *lasting(SWEEP_STEPS, SWEEP_EVERY))) for run in runs]
+
+
+def lasting(steps: int, every: int) -> tuple[str, str]:
+    """Settings of a job's length, and of the steps between its validations."""
+    return f"schedule.steps={steps}", f"schedule.validate_every={every}"
 
 
 def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
     """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
     where the sweep has none of an algorithm."""
     factors = chosen_factors(algorithms, directory)
-    return [
+    runs = [
         run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen", directory)
         for seed in seeds
         for one, factor in factors.items()
     ]
+    return [replace(run, changes=(*run.changes, *lasting(STEPS, EVERY))) for run in runs]
 
 
 def chosen_factors(algorithms: Sequence[Algorithm], directory: Path) -> dict[Algorithm, float]:
@@ -264,7 +302,8 @@ def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: 
     settings = own_settings(tomllib.loads(Path(f"recipes/{one.recipe}.toml").read_text()))
     rate = settings.pop("trainer.optimizer.lr") * factor
     settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}
-    settings |= {"schedule.validate_every": 5, **_data(one, seed, f"{PROMPTS}/{held_out}.jsonl", others.absolute())}
+    settings |= {"rollout.batch_size": BATCH, "trainer.micro_batch_size": BATCH}
+    settings |= _data(one, seed, f"{PROMPTS}/{held_out}.jsonl", others.absolute())
     return Run(RECIPE, seed, directory, as_changes(settings), rewards=(*DEMOS["composition"].rewards, SMOOTHED))
 
 
@@ -282,17 +321,29 @@ def _data(one: Algorithm, seed: int, held_out: str, others: Path) -> dict[str, A
     return {**parts, "rollout.group_size": 1, "rollout.prompts_per_step": SAMPLES}
 
 
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """The model that all runs begin with, `model`."""
+    about = "folder of the base; without it, the demo's for GPUs, which is made where it is missing"
+    parser.add_argument("--model", type=Path, default=WIDER.path, help=about)
+
+
+def base_of(options: argparse.Namespace) -> str:
+    """The base as a setting of every job."""
+    return f"model.path={options.model.absolute()}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.learning.composition",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("sweep", "runs", "page"))
+    parser.add_argument("what", choices=("all", "sweep", "runs", "page"))
     keys = [one.key for one in ALGORITHMS]
     parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"to train, of {', '.join(keys)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     add_options(parser)
+    add_base(parser)
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")

@@ -31,7 +31,7 @@ from bench.learning.results import (
     settings_table,
     title_of,
 )
-from bench.learning.runs import Run, add_options, own_cores, report, train_all, train_here
+from bench.learning.runs import Run, add_options, own_cores, places, report, train_all, train_here
 from docs.generate.markdown import content, rewrite
 from flowfleet.demo.plots import learning_panels
 
@@ -112,12 +112,10 @@ def main() -> int:
     runs = plan(entries, options.seeds, options.directory, options.validate_every, options.set)
     errors: dict[Run, str] = {}
     if not options.table_only:
+        first, where = teachers(entries, options.seeds, options.directory), places(options)
         started = time.monotonic()
-        errors = train_all(
-            teachers(entries, options.seeds, options.directory), options.parallel, options.budget, console, options.gpus
-        )
-        left = options.budget - (time.monotonic() - started)
-        errors |= train_all(runs, options.parallel, left, console, options.gpus)
+        errors = train_all(lambda: first, where, options.budget, console)
+        errors |= train_all(lambda: runs, where, options.budget - (time.monotonic() - started), console)
     results = read_all(ENTRIES, options.seeds, options.directory)
     if options.page is not None and results:
         draw(results, options.page.parent / IMAGES.name)

@@ -1,18 +1,17 @@
-"""Training runs for the figures of docs/results.md: each in a process of its own on two CPU cores of its own, several
-at once."""
+"""Training runs for the figures of docs/results.md: each in a process of its own on CPU cores of its own, and on one
+GPU or none; several at once."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,54 +57,77 @@ def core_groups(cores: Sequence[int], size: int = CORES_PER_RUN) -> list[tuple[i
     return groups or [tuple(cores)]
 
 
-def own_cores() -> list[tuple[int, ...]]:
+def own_cores(size: int = CORES_PER_RUN) -> list[tuple[int, ...]]:
     """Splits this process's cores into one group per run."""
-    return core_groups(sorted(os.sched_getaffinity(0)))
+    return core_groups(sorted(os.sched_getaffinity(0)), size)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run has to itself, but for the GPU, which others may share."""
+
+    cores: tuple[int, ...]
+    gpu: str
+    """Its number, for CUDA_VISIBLE_DEVICES; empty: it trains on the CPU."""
+
+
+def places(options: argparse.Namespace) -> list[Place]:
+    """One for each run at once, on the GPUs in turn. Ends the program where there are too few cores."""
+    groups, gpus = own_cores(options.cores_per_run), options.gpus.split(",")
+    if options.parallel > len(groups):
+        sys.exit(
+            f"--parallel {options.parallel} is too much: {len(groups)} runs of {options.cores_per_run} cores find room "
+            "here; lower it or --cores-per-run"
+        )
+    return [Place(cores, gpus[number % len(gpus)]) for number, cores in enumerate(groups[: options.parallel])]
 
 
 def train_all(
-    runs: Sequence[Run], parallel: int, budget_s: float, console: Console, visible_gpus: str = ""
+    listed: Callable[[], Sequence[Run]], where: Sequence[Place], budget_s: float, console: Console
 ) -> dict[Run, str]:
-    """Trains what is not done yet, in this order, `parallel` at once, and returns the errors of those that failed.
+    """Trains what is listed and not done yet, in this order, and returns the errors of those that failed.
 
-    Runs that the budget leaves no time for are not started. `visible_gpus` as CUDA_VISIBLE_DEVICES has it: all runs
-    share them.
+    `listed` is asked again whenever a run has ended, for what is to be trained may depend on it. Runs that the budget
+    leaves no time for are not started.
     """
-    groups = own_cores()
-    free: queue.Queue[tuple[int, ...]] = queue.Queue()
-    for group in groups[:parallel]:
-        free.put(group)
     deadline = time.monotonic() + budget_s
-    todo = [run for run in runs if not run.is_done]
-    with ThreadPoolExecutor(parallel) as pool:
-        errors = list(pool.map(lambda run: _train_if_time(run, free, deadline, console, visible_gpus), todo))
-    return {run: error for run, error in zip(todo, errors, strict=True) if error is not None}
+    free, begun, errors = [*where], set[Run](), dict[Run, str]()
+    running: dict[Future[str | None], tuple[Run, Place]] = {}
+    with ThreadPoolExecutor(len(where)) as pool:
+        while True:
+            todo = [run for run in listed() if run not in begun and not run.is_done] if free else []
+            for run in todo if deadline - time.monotonic() >= LAST_START_S else ():
+                if not free:
+                    break
+                place = free.pop(0)
+                begun.add(run)
+                running[pool.submit(_train_and_tell, run, place, console)] = run, place
+            if not running:
+                return errors
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                run, place = running.pop(future)
+                free.append(place)
+                if (error := future.result()) is not None:
+                    errors[run] = error
 
 
-def _train_if_time(
-    run: Run, free: queue.Queue[tuple[int, ...]], deadline: float, console: Console, visible_gpus: str
-) -> str | None:
+def _train_and_tell(run: Run, place: Place, console: Console) -> str | None:
     """The error, if there was one."""
-    if deadline - time.monotonic() < LAST_START_S:
-        return None
-    cores = free.get()
-    try:
-        started = time.monotonic()
-        error = _train_in_process(run, cores, visible_gpus)
-        took = f"{time.monotonic() - started:.0f} s on cores {', '.join(map(str, cores))}"
-        console.print(f"{run.directory.name}: {'failed' if error else 'done'}, {took}", highlight=False)
-        return error
-    finally:
-        free.put(cores)
+    started = time.monotonic()
+    error = _train_in_process(run, place)
+    took = f"{time.monotonic() - started:.0f} s on cores {', '.join(map(str, place.cores))}"
+    where = f" and GPU {place.gpu}" if place.gpu else ""
+    console.print(f"{run.directory.name}: {'failed' if error else 'done'}, {took}{where}", highlight=False)
+    return error
 
 
-def _train_in_process(run: Run, cores: tuple[int, ...], visible_gpus: str) -> str | None:
+def _train_in_process(run: Run, place: Place) -> str | None:
     """Trains in a process, whose stack it takes with it when it ends."""
     command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
     command += ["--keep-model"] * run.keeps_model
     command += [part for reward in run.rewards for part in ("--reward", reward)]
-    command += ["--cores", *map(str, cores), *(part for change in run.changes for part in ("--set", change))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": visible_gpus}
+    command += ["--cores", *map(str, place.cores), *(part for change in run.changes for part in ("--set", change))]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(len(place.cores)), "CUDA_VISIBLE_DEVICES": place.gpu}
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("wb") as log:
         try:
@@ -120,10 +142,11 @@ def _train_in_process(run: Run, cores: tuple[int, ...], visible_gpus: str) -> st
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How runs are trained: `parallel`, `budget`, `gpus` and `set`."""
-    parser.add_argument("--parallel", type=_at_once, default=1, help="runs at once, two cores each (1)")
+    """How runs are trained: `parallel`, `cores_per_run`, `budget`, `gpus` and `set`."""
+    parser.add_argument("--parallel", type=_positive, default=1, help="runs at once (1)")
+    parser.add_argument("--cores-per-run", type=_positive, default=CORES_PER_RUN, help=f"({CORES_PER_RUN})")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
-    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
+    parser.add_argument("--gpus", default="", help="as 0 or 0,1: each run has one, in turn; without it, CPUs train")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
 
 
@@ -138,10 +161,9 @@ def report(runs: Iterable[Run], errors: Mapping[Run, str], console: Console) -> 
     return 1 if errors else 0
 
 
-def _at_once(text: str) -> int:
-    most = len(own_cores())
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"with {CORES_PER_RUN} cores a run, take 1 to {most} here, not {text}")
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
     return int(text)
 
 

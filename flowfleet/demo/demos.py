@@ -28,6 +28,7 @@ class Made:
     path: Path
     command: str
     """The module, with its flags but `--output`."""
+    what: str = "the demo's model"
 
     def make(self, say: Callable[[str], None]) -> None:
         """Makes it where it is missing: in a folder next to it, which is renamed when whole. `say` gets each line of
@@ -41,16 +42,16 @@ class Made:
         cache.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(cache).free) < FREE_BYTES:
             raise ValueError(
-                f"{cache} has {free >> 20} MiB left, and the demo's model needs {FREE_BYTES >> 20}: free some, or name "
+                f"{cache} has {free >> 20} MiB left, and {self.what} needs {FREE_BYTES >> 20}: free some, or name "
                 "another cache by XDG_CACHE_HOME"
             )
-        say(f"Making the demo's model, once, by `python -m {self.command}`:")
+        say(f"Making {self.what}, once, by `python -m {self.command}`:")
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{self.path.name}-") as aside:
             whole = Path(aside) / "whole"
             _run(self.command, whole, say)
             if not self.path.exists():  # another demo may have made it meanwhile
                 os.rename(whole, self.path)
-        say(f"The model is {self.path}.\n")
+        say(f"It is {self.path}.\n")
 
 
 def _run(command: str, output: Path, say: Callable[[str], None]) -> None:
@@ -134,6 +135,8 @@ _WIDER = "--blocks 6 --heads 8 --rate 1e-3 --steps 70000"
 _USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 _WIDER_NAME = "-".join(["small", *_WIDER.split()[1::2]])  # other flags make another model
 _WIDER_PATH = (_USERS_CACHE / "flowfleet" / "composition" / _WIDER_NAME).absolute()  # next to the atlas
+WIDER: Final = Made(_WIDER_PATH, f"{_PRETRAIN} {_WIDER}")
+"""Composition's model for GPUs, on which its algorithms are compared."""
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(
@@ -146,7 +149,7 @@ DEMOS: Final = {
             _REWARDS,
             _JUDGES_MADE,
             _COMPOSITION,
-            Made(_WIDER_PATH, f"{_PRETRAIN} {_WIDER}"),
+            WIDER,
         ),
     ),
 }

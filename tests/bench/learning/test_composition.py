@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,19 @@ from rich.console import Console
 from bench.learning import composition
 from bench.learning.composition import (
     ALGORITHMS,
+    BATCH,
     FACTORS,
     JUDGE,
     PAIRS,
     REWARD,
     SAMPLES,
     SCORE,
+    STEPS,
+    SWEEP_STEPS,
     Algorithm,
+    Listed,
     best_factor,
+    make_first,
     page_part,
     plan,
     reward_after,
@@ -29,6 +36,7 @@ from bench.learning.composition import (
 from bench.learning.jobs import SMOOTH, WINDOW, as_changes, lacking, own_settings
 from bench.learning.results import read_all
 from bench.learning.runs import Run
+from flowfleet.demo.demos import WIDER, Made
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.rewards import parse_reward
@@ -60,7 +68,10 @@ def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
     runs = [*sweep(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [1], tmp_path)]
     specs = {run.directory: spec_of(run) for run in runs}
     assert len(specs) == 4 * len(ALGORITHMS)
-    assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {(SAMPLES, 30)}
+    assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {
+        (SAMPLES, STEPS),
+        (SAMPLES, SWEEP_STEPS),
+    }
     groups = {one.algorithm.name: one.rollout.group_size for one in specs.values()}
     assert groups.pop("dpo") == 2
     assert groups.pop("diffusion_opd") == 1
@@ -73,8 +84,10 @@ def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
     held_out = {Path(str(source.validation)).name for one in specs.values() for source in one.data.held_out}
     assert held_out == {"small_seen.jsonl", "small_validation.jsonl"}
     assert {(one.rollout.height, one.rollout.batch_size, one.trainer.micro_batch_size) for one in specs.values()} == {
-        (64, 36, 36)
+        (64, BATCH, BATCH)
     }
+    once = {one.algorithm.name for one in specs.values() if one.trainer.updates_per_step != 2}
+    assert once == {"refl", "srpo"}, "which are on-policy"
     assert all(
         {"composition", "composition_judge"} <= set(one.rewards) and "ocr" not in one.rewards for one in specs.values()
     )
@@ -85,8 +98,9 @@ def test_flow_grpo_is_the_recipe_that_one_trains_by_hand(tmp_path: Path) -> None
     run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "ocr-1")
     ours = spec_of(run)
     theirs = prepare_job(Path("recipes/composition_small_lora.toml"), same_machine=True)
-    for part in ("model", "rollout", "algorithm", "trainer", "rewards"):
-        assert getattr(ours, part) == getattr(theirs, part)
+    assert (ours.model, ours.algorithm, ours.rewards) == (theirs.model, theirs.algorithm, theirs.rewards)
+    assert ours.rollout == theirs.rollout.model_copy(update={"batch_size": BATCH})
+    assert ours.trainer == theirs.trainer.model_copy(update={"micro_batch_size": BATCH})
 
 
 def test_an_algorithm_keeps_its_own_settings_and_half_the_steps_are_noisy() -> None:
@@ -190,19 +204,24 @@ def test_teachers_without_models_are_to_be_trained_again(tmp_path: Path) -> None
     assert lacking(run) == ""
 
 
+BASE = ("--model", "recipes/composition/model")
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "bench.learning.composition", *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
-    done = command("runs", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "awm")
+    done = command("runs", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "awm", *BASE)
     assert done.returncode == 1
     assert f"composition sweep --algorithms ocr awm --directory {tmp_path}`" in done.stdout
 
 
 def test_settings_that_make_no_job_are_named_without_a_traceback(tmp_path: Path) -> None:
-    done = command("sweep", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1")
+    done = command(
+        "sweep", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1", *BASE
+    )
     assert done.returncode == 1
     assert "trainer.lor" in done.stderr
     assert "Traceback" not in done.stderr
@@ -217,24 +236,54 @@ def test_a_page_needs_no_sweep_and_shows_every_algorithm(tmp_path: Path) -> None
     assert all(f"| {one.title} |" in done.stdout for one in ALGORITHMS[:2])
 
 
-def test_students_are_trained_after_their_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what lacks its teachers or pairs still is not started."""
-    swept(tmp_path)
-    rounds: list[list[str]] = []
+def options_of(*arguments: str) -> Namespace:
+    return composition._parser().parse_args([*arguments, "--model", "recipes/composition/model"])
 
-    def trained(runs: list[Run], *_: Any) -> dict[Run, str]:
-        rounds.append([run.directory.name for run in runs if not run.is_done])
-        for run in runs:
-            (run.directory / "model").mkdir(parents=True, exist_ok=True)
-            (run.directory / "summary.json").write_text("{}")
-        return {}
 
-    monkeypatch.setattr(composition, "train_all", trained)
-    options = composition._parser().parse_args(["runs", "--seeds", "1", "--keep-models", "--directory", str(tmp_path)])
+def end(runs: Sequence[Run]) -> set[str]:
+    """Leaves what they would, with the greatest reward at the recipe's own rate; their names."""
+    for run in runs:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        reward = 0.6 if run.directory.name.endswith("-1") else 0.5
+        (run.directory / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+        if run.keeps_model:
+            (run.directory / "model").mkdir()
+    return {run.directory.name for run in runs}
+
+
+def test_runs_follow_their_own_sweep_and_students_their_teachers(tmp_path: Path) -> None:
     chosen = [one for one in ALGORITHMS if one.key in ("ocr", "awm", "diffusion_opd", "dpo")]
-    errors = composition._train(composition._runs(options, chosen), options, Console(quiet=True))
-    assert rounds == [["ocr-1", "awm-1"], ["diffusion_opd-1"]]
-    assert [(run.directory.name, error[:13]) for run, error in errors.items()] == [("dpo-1", "not started: ")]
+    listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), chosen)
+
+    def next_ones() -> list[Run]:
+        return [run for run in listed() if not run.is_done]
+
+    first = next_ones()
+    assert {run.directory.name for run in first} == {
+        f"{key}-{factor:g}" for key in ("ocr", "awm") for factor in FACTORS
+    }
+    assert not any(run.keeps_model for run in first), "only models of runs teach"
+    end([run for run in first if run.directory.name.startswith("awm")])
+    assert [run.directory.name for run in next_ones() if run.directory.parent == tmp_path] == ["awm-1"]
+    end([run for run in next_ones() if run.directory.parent.name == "sweep"])
+    assert end(next_ones()) == {"ocr-1", "awm-1"}, "both keep their models, for others to learn from"
+    assert end(next_ones()) == {f"diffusion_opd-{factor:g}" for factor in FACTORS}
+    assert end(next_ones()) == {"diffusion_opd-1"}
+    assert next_ones() == []
+    assert {run.directory.name.partition("-")[0] for run in listed.every() if not run.is_done} == {"dpo"}
+
+
+def test_what_is_missing_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    monkeypatch.setattr(Made, "make", lambda self, say: made.append(self.command))
+    options = options_of("all", "--directory", str(tmp_path))
+    make_first(options, ALGORITHMS[:1], Console(quiet=True))
+    assert made == [], "a base of one's own is there"
+    make_first(composition._parser().parse_args(["all"]), ALGORITHMS, Console(quiet=True))
+    assert made == [
+        WIDER.command,
+        f"recipes.composition.base.preferences --world small --model {WIDER.path} --pairs 6912",
+    ]
 
 
 def finished(directory: Path, algorithm: Algorithm, judged: list[float]) -> None:

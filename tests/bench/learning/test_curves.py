@@ -31,7 +31,7 @@ from bench.learning.results import (
     settings_row,
     spread,
 )
-from bench.learning.runs import Run, add_options, core_groups, report, train_all
+from bench.learning.runs import Place, Run, add_options, core_groups, places, report, train_all
 from flowfleet.job.files import prepare_job
 
 ROOT = Path(__file__).parents[3]
@@ -151,11 +151,11 @@ def test_a_failed_run_is_told_and_stops_no_other(recorded: list[list[str]], tmp_
     kept.directory.mkdir()
     (kept.directory / "summary.json").write_text("{}")
 
-    errors = train_all([bad, good, kept], 1, 1000.0, Console(quiet=True))
+    errors = train_all(lambda: [bad, good, kept], [Place((0, 1), "3")], 1000.0, Console(quiet=True))
 
     assert list(errors) == [bad]
     assert "no such setting" in errors[bad]
-    assert "about to train 2 ''" in errors[bad]
+    assert "about to train 2 '3'" in errors[bad]
     assert good.is_done
     assert len(recorded) == 2
     assert recorded[1][3:7] == ["--only", "good", "1", str(good.directory)]
@@ -164,19 +164,36 @@ def test_a_failed_run_is_told_and_stops_no_other(recorded: list[list[str]], tmp_
 
 def test_nothing_is_started_near_the_end_of_the_budget(recorded: list[list[str]], tmp_path: Path) -> None:
     started = time.monotonic()
-    assert train_all([Run("good", 1, tmp_path / "good-1")], 1, 150.0, Console(quiet=True)) == {}
+    assert train_all(lambda: [Run("good", 1, tmp_path / "good-1")], [Place((0,), "")], 150.0, Console(quiet=True)) == {}
     assert recorded == []
     assert time.monotonic() - started < 5.0
 
 
-def test_too_many_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_ended_run_makes_possible_is_trained_too(recorded: list[list[str]], tmp_path: Path) -> None:
+    teacher, student = (Run("good", 1, tmp_path / name) for name in ("teacher-1", "student-1"))
+    listed = train_all(
+        lambda: [student, teacher] if teacher.is_done else [teacher], [Place((0,), "")] * 2, 1000.0, Console(quiet=True)
+    )
+    assert listed == {}
+    assert [command[6] for command in recorded] == [str(teacher.directory), str(student.directory)]
+
+
+def test_runs_share_cores_and_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     parser = argparse.ArgumentParser()
     add_options(parser)
-    for text in ("4096", "0", "-1", "two"):
+    assert places(parser.parse_args(["--parallel", "3", "--gpus", "0,1"])) == [
+        Place((0, 1), "0"),
+        Place((2, 3), "1"),
+        Place((4, 5), "0"),
+    ]
+    assert places(parser.parse_args(["--parallel", "1", "--cores-per-run", "4"])) == [Place((0, 1, 2, 3), "")]
+    assert len(places(parser.parse_args(["--parallel", "8", "--cores-per-run", "1"]))) == 8
+    with pytest.raises(SystemExit, match="4 runs of 2 cores find room here"):
+        places(parser.parse_args(["--parallel", "5"]))
+    for text in ("0", "-1", "two"):
         with pytest.raises(SystemExit):
             parser.parse_args(["--parallel", text])
-        assert f"here, not {text}" in capsys.readouterr().err
-    assert parser.parse_args(["--parallel", "1"]).parallel == 1
 
 
 def test_the_end_of_a_benchmark_names_what_is_missing_and_what_failed(tmp_path: Path) -> None:
