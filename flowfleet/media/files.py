@@ -1,7 +1,8 @@
 """Frames to and from files: a picture is a PNG, a video an H.264 MP4. For whoever makes, stores or scores samples.
 
 Files may come from strangers: `open_media` reads the header only and refuses what is over the `MediaLimits`, and
-`decode` holds the file to what its header promised. A picture is a video of one frame everywhere.
+`decode` holds the file to what its header promised. A picture is a video of one frame everywhere. PyAV is imported with
+the first video: it takes a third of a second, and most jobs are of pictures.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
-import av
 import numpy as np
-from av.video.reformatter import Interpolation
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -36,14 +35,6 @@ PNG_COMPRESSION: Final = 1
 _X264: Final = {"crf": "12", "preset": "veryfast", "mbtree": "0", "chroma_sample_location": "center"}
 """No eye tells quality 12 from the frames themselves. Its tree of macroblocks is off: for narrow videos it reads
 uninitialized memory and makes different bytes each time. The scaler puts chroma in the center of its pixels."""
-_SCALER: Final = (
-    Interpolation.BICUBIC
-    | Interpolation.FULL_CHR_H_INT
-    | Interpolation.FULL_CHR_H_INP
-    | Interpolation.ACCURATE_RND
-    | Interpolation.BITEXACT
-)
-"""How colors are converted: without the rounding that by default darkens by a level or two, alike on every machine."""
 _BT709: Final = 1
 _LIMITED_RANGE: Final = 1
 
@@ -214,17 +205,28 @@ def _open_video(data: bytes, media_type: str, limits: MediaLimits) -> OpenedMedi
 
 def _pictures(opened: OpenedMedia) -> Iterator[Frames]:
     """(H, W, 3) each, in the order of showing."""
+    scaler = _scaler()
     with _container(opened.data, max_pixels=str(opened.width * opened.height), err_detect="explode") as container:
         stream = _stream(container, opened.data, opened.media_type)
         stream.codec_context.thread_count = 1
         for frame in container.decode(stream):
             if frame.is_corrupt:
                 raise _undecodable(opened.data, opened.media_type, "a frame is broken")
-            yield frame.reformat(format="rgb24", interpolation=_SCALER).to_ndarray()
+            yield frame.reformat(format="rgb24", interpolation=scaler).to_ndarray()
+
+
+def _scaler() -> Any:
+    """How colors are converted: without the rounding that by default darkens by a level or two, alike on every
+    machine."""
+    from av.video.reformatter import Interpolation as To
+
+    return To.BICUBIC | To.FULL_CHR_H_INT | To.FULL_CHR_H_INP | To.ACCURATE_RND | To.BITEXACT
 
 
 def _container(data: bytes, **options: str) -> Any:
     """Opens an MP4. The demuxer reads no other file: references to them are off by default."""
+    import av
+
     return av.open(io.BytesIO(data), "r", format="mp4", options=options, metadata_errors="replace")
 
 
@@ -245,7 +247,9 @@ def _encode_picture(frame: Frames) -> bytes:
 
 def _encode_video(frames: Frames, fps: Fraction) -> bytes:
     """One thread, on which alone x264 makes equal bytes everywhere; callers encode several videos at once."""
-    out = io.BytesIO()
+    import av
+
+    out, scaler = io.BytesIO(), _scaler()
     options = {"movflags": "faststart"}
     with av.open(out, "w", format="mp4", options=options, io_open=lambda *_: _SecondReader(out)) as container:
         stream = container.add_stream("libx264", rate=fps, options=_X264)
@@ -257,7 +261,7 @@ def _encode_video(frames: Frames, fps: Fraction) -> bytes:
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             picture = picture.reformat(
-                format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG", interpolation=_SCALER
+                format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG", interpolation=scaler
             )
             container.mux(stream.encode(picture))
         container.mux(stream.encode())

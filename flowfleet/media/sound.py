@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import av
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,6 +49,8 @@ def decode_sound(data: bytes, media_type: str, max_seconds: float = MAX_SECONDS)
 
 
 def _parts(data: bytes, form: str) -> Iterator[NDArray[np.float32]]:
+    import av  # takes a third of a second
+
     resampler = av.AudioResampler(format="fltp", rate=SOUND_RATE)
     with av.open(io.BytesIO(data), "r", format=form, metadata_errors="replace") as container:
         found: Any = container
