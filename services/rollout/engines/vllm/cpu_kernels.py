@@ -31,6 +31,14 @@ def install() -> None:
     _choose_experts()
 
 
+def keep_weights() -> None:
+    """Linears of bfloat16 keep their weights in place: where the CPU has AMX, vLLM would compute with packed copies,
+    which published weights do not reach, and which a build without kernels cannot make."""
+    from vllm.model_executor.layers import utils
+
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
 def _choose_experts() -> None:
     """Experts are not padded, because published ones would have no place by name. Triton's, which vLLM takes for any
     model with an adapter, are replaced by those for CPUs."""

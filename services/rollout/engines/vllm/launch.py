@@ -74,6 +74,7 @@ def start(
         from services.rollout.engines.vllm import cpu_kernels
 
         cpu_kernels.install()
+        cpu_kernels.keep_weights()
         options |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
         options |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "max_model_len": _length(model.path)}
     else:

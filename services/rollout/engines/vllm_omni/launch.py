@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flowfleet.proto.rollout_pb2 import ModelSpec
+from services.rollout.engines.vllm import cpu_kernels
 from services.rollout.engines.vllm_omni import slim_imports
 from services.rollout.engines.vllm_omni.plugin import TARGET
 
@@ -41,6 +42,8 @@ def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backe
     slim_imports.install()
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+    if device.type == "cpu":
+        cpu_kernels.keep_weights()
     _quieten()
     attention = {} if device.type == "cpu" else {"diffusion_attention_backend": attention_backend}
     return AsyncOmni(
