@@ -3,9 +3,10 @@
     python -m bench.bundle packages.tar.xz --python 3.12 --has torchvision numpy … --take huggingface-hub==1.33.0
     mkdir packages && tar xJf packages.tar.xz -C packages && export PYTHONPATH=packages:.    # there
 
-What the extra `local` needs is taken for that machine, each package in the newest version that the first to ask for it
-accepts. `--has` names what is there, or is done without: `av` where no video is made, `rapidocr` where no word is read,
-`kubernetes`. `--take` says which version fits what is there: transformers 5.17 wants huggingface-hub below 2.
+It takes what the extra `local` needs on that machine, each package in the newest version that the first to ask for it
+accepts, whatever others ask for later. `--has` names what is there, or is done without: `av` where no video is made,
+`rapidocr` where no word is read, `kubernetes`. `--take` says which version fits what is there: transformers 5.17 wants
+huggingface-hub below 2.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def pack(wheels: Sequence[Path], output: Path) -> None:
         site, own = Path(folder), metadata.distribution("flowfleet")
         about = site / f"flowfleet-{own.version}.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text(own.read_text("METADATA") or "")
+        (about / "METADATA").write_text(str(own.metadata))
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as source:
                 for item in _kept(source):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +40,7 @@ from bench.learning.runs import Run, add_options, places, report, train_all
 from docs.generate.markdown import content, rewrite, table
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
-STEPS, EVERY = 48, 12
-"""Steps of a line, and between its validations."""
+USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
@@ -53,6 +53,7 @@ class Line:
     title: str
     changes: tuple[str, ...] = ()
     algorithm: Algorithm = FLOW_GRPO
+    length: tuple[str, ...] = USUAL
 
     @property
     def key(self) -> str:
@@ -62,7 +63,7 @@ class Line:
 
 def _stale(versions: int) -> tuple[str, ...]:
     """Allows samples up to `versions` old, which rules out deterministic batches, and slows the trainer."""
-    return (f"schedule.max_staleness={versions}", "trainer.deterministic=false", "trainer.micro_batch_size=12")
+    return (f"schedule.max_staleness={versions}", "trainer.deterministic=false", "trainer.micro_batch_size=36")
 
 
 STUDIES: Final[Mapping[str, Sequence[Line]]] = {
@@ -89,13 +90,14 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for scale in (1, 2, 3, 4)
     ],
     "guards": [
-        Line("reward alone", PUSHED),
-        Line("KL", ("algorithm.kl_coef=0.04", *PUSHED)),
+        Line("reward alone", length=PUSHED),
+        Line("KL", ("algorithm.kl_coef=0.04",), length=PUSHED),
         Line(
             "gate",
-            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}', *PUSHED),
+            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}'),
+            length=PUSHED,
         ),
-        Line("second reward", ("rewards.image_quality.weight=0.5", *PUSHED)),
+        Line("second reward", ("rewards.image_quality.weight=0.5",), length=PUSHED),
         Line(
             "GARDO",
             (
@@ -106,8 +108,8 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
                 "rewards.image_quality.weight=0.0",
                 'algorithm.kl_gate={rewards=["image_quality"]}',
                 "algorithm.kl_reference={every=3}",
-                *PUSHED,
             ),
+            length=PUSHED,
         ),
     ],
 }
@@ -123,12 +125,13 @@ def main() -> int:
             for study in options.studies:
                 content(options.page.read_text(), _part(study))
         if not options.table_only:
+            where, begun = places(options), time.monotonic()
             make_first(options, (), console)
             given = (base_of(options), *options.set)
             runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, given)]
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
-    errors = train_all(lambda: runs, places(options), options.budget, console)
+    errors = train_all(lambda _: runs, where, options.budget - (time.monotonic() - begun), console) if runs else {}
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -155,7 +158,7 @@ def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str]
         for line in STUDIES[study]:
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", "small_seen")
-            runs.append(replace(run, changes=(*run.changes, *lasting(STEPS, EVERY), *given, *line.changes)))
+            runs.append(replace(run, changes=(*run.changes, *line.length, *given, *line.changes)))
     return runs
 
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
@@ -45,6 +47,7 @@ SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.5, 0.6)
 SEEDS: Final = (1, 2, 3)
+AGAIN: Final = "start again"
 PREFERENCES: Final = "recipes.composition.base.preferences --world small"
 SWEEP: Final = "python -m bench.learning.composition sweep"
 PAIRS: Final = "preferences/preferences.jsonl"
@@ -107,14 +110,20 @@ ALGORITHMS: Final = (
 )
 
 
+TEACHERS: Final = frozenset(key for one in ALGORITHMS for key in one.teachers)
+"""Keys of algorithms whose runs keep their models."""
+
+
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
-    listed = Listed(options, chosen)
+    listed, where, begun = Listed(options, chosen), places(options), time.monotonic()
+    errors: dict[Run, str] = {}
     try:
         if options.what != "page":
+            listed.every()
             make_first(options, chosen, console)
-        errors = {} if options.what == "page" else train_all(listed, places(options), options.budget, console)
+            errors = train_all(listed, where, options.budget - (time.monotonic() - begun), console)
     except ValueError as mistake:
         sys.exit(str(mistake))
     seeds = sorted({*SEEDS, *options.seeds})
@@ -131,10 +140,10 @@ def main() -> int:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     elif options.what == "page":
         console.print(f"{options.directory} holds no finished run: name another --directory")
-    runs = listed.every()
+    runs = listed.every(errors)
     errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
     unswept = [one.key for one, factor in factors.items() if factor is None]
-    if options.what == "runs" and unswept:
+    if options.what in ("runs", "all") and unswept:
         text = f"not started: first run `{SWEEP} --algorithms {' '.join(unswept)} --directory {options.directory}`"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         return report(runs, errors, console) or 1
@@ -147,14 +156,15 @@ class Listed:
 
     def __init__(self, options: argparse.Namespace, chosen: Sequence[Algorithm]) -> None:
         self._options, self._chosen = options, chosen
-        self._teachers = {key for one in chosen for key in one.teachers}
         self._ready = set[Run]()
 
-    def every(self) -> list[Run]:
-        """Runs that lack something too. ValueError for settings that make no job."""
+    def every(self, errors: Mapping[Run, str] = MappingProxyType({})) -> list[Run]:
+        """Runs that lack something too. `errors`: of runs that failed, and are waited for no longer. ValueError for
+        settings that make no job."""
         what, directory = self._options.what, self._options.directory
         runs = sweep(self._chosen, directory) if what in ("sweep", "all") else []
-        pending = {run.directory.name.rpartition("-")[0] for run in runs if not run.is_done}
+        failed = {run.directory for run in errors}
+        pending = {_key(run) for run in runs if not run.is_done and run.directory not in failed}
         if what in ("runs", "all"):
             swept_ones = [one for one in self._chosen if one.key not in pending and swept(one, directory)]
             runs += plan(swept_ones, self._options.seeds, directory)
@@ -162,27 +172,36 @@ class Listed:
         return [replace(run, changes=(*run.changes, *given), keeps_model=self._keeps_model(run)) for run in runs]
 
     def _keeps_model(self, run: Run) -> bool:
-        is_teacher = run.directory.name.rpartition("-")[0] in self._teachers and run.directory.parent.name != "sweep"
+        is_teacher = _key(run) in TEACHERS and run.directory.parent.name != "sweep"
         return is_teacher or bool(self._options.keep_models)
 
-    def __call__(self) -> list[Run]:
-        runs = self.every()
+    def __call__(self, errors: Mapping[Run, str]) -> list[Run]:
+        runs = self.every(errors)
         self._ready |= {run for run in runs if run not in self._ready and not lacking(run)}
         return [run for run in runs if run in self._ready]
 
 
+def _key(run: Run) -> str:
+    return run.directory.name.rpartition("-")[0]
+
+
 def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console: Console) -> None:
-    """Makes the base and the preferences where they are missing and wanted. ValueError where that fails."""
+    """Makes the base and the preferences where they are missing and wanted. ValueError where that fails, and where no
+    GPU is given for it."""
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    if any(one.startswith("model.path=") for one in options.set):
+        raise ValueError("--set model.path: name the base by --model")
     if WIDER.path == options.model:
-        WIDER.make(say)
+        if not (options.gpus or WIDER.path.exists()):
+            raise ValueError("the base is made on a GPU: give --gpus 0, or --model recipes/composition/model")
+        replace(WIDER, or_else=AGAIN).make(say)
     if any(one.reads_pairs for one in chosen):
         pairs = (options.directory / PAIRS).parent
         command = f"{PREFERENCES} --model {options.model} --pairs {STEPS * SAMPLES // 2}"
-        Made(pairs, command, "the preferences").make(say)
+        Made(pairs, command, "the preferences", AGAIN).make(say)
 
 
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:

@@ -114,8 +114,8 @@ def main() -> int:
     if not options.table_only:
         first, where = teachers(entries, options.seeds, options.directory), places(options)
         started = time.monotonic()
-        errors = train_all(lambda: first, where, options.budget, console)
-        errors |= train_all(lambda: runs, where, options.budget - (time.monotonic() - started), console)
+        errors = train_all(lambda _: first, where, options.budget, console)
+        errors |= train_all(lambda _: runs, where, options.budget - (time.monotonic() - started), console)
     results = read_all(ENTRIES, options.seeds, options.directory)
     if options.page is not None and results:
         draw(results, options.page.parent / IMAGES.name)

@@ -71,14 +71,14 @@ def _pairs(spec: JobSpec) -> str:
 
 def _teachers(spec: JobSpec) -> str:
     adapters = [Path(teacher.adapter) for teacher in spec.algorithm.teachers.values()]
-    missing = [path for path in adapters if not path.exists()]
+    missing = [path for path in adapters if not (path.exists() and (path.parent / "summary.json").exists())]
     if not missing:
         return ""
     runs = [path.parent.name.rpartition("-") for path in missing]
     done = [str(path.parent) for path in missing if (path.parent / "summary.json").exists()]
     first = f"their runs kept no model, so remove {' '.join(done)}, then" if done else "first"
     return (
-        f"its teachers {' and '.join(map(str, missing))} are missing: {first} run, with your --set, "
+        f"its teachers {' and '.join(map(str, missing))} are missing: {first} run, with your --model and --set, "
         f"`python -m bench.learning.composition runs --algorithms {' '.join(key for key, _, _ in runs)} --seeds "
         f"{runs[0][2]} --keep-models --directory {missing[0].parents[1]}`"
     )

@@ -73,7 +73,7 @@ class Place:
 
 def places(options: argparse.Namespace) -> list[Place]:
     """One for each run at once, on the GPUs in turn. Ends the program where there are too few cores."""
-    groups, gpus = own_cores(options.cores_per_run), options.gpus.split(",")
+    groups, gpus = own_cores(options.cores_per_run), options.gpus.strip(",").split(",")
     if options.parallel > len(groups):
         sys.exit(
             f"--parallel {options.parallel} is too much: {len(groups)} runs of {options.cores_per_run} cores find room "
@@ -83,19 +83,19 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def train_all(
-    listed: Callable[[], Sequence[Run]], where: Sequence[Place], budget_s: float, console: Console
+    listed: Callable[[Mapping[Run, str]], Sequence[Run]], where: Sequence[Place], budget_s: float, console: Console
 ) -> dict[Run, str]:
     """Trains what is listed and not done yet, in this order, and returns the errors of those that failed.
 
-    `listed` is asked again whenever a run has ended, for what is to be trained may depend on it. Runs that the budget
-    leaves no time for are not started.
+    `listed` gets the errors so far, and is asked again whenever a run has ended, for what is to be trained may depend
+    on it. Runs that the budget leaves no time for are not started.
     """
     deadline = time.monotonic() + budget_s
     free, begun, errors = [*where], set[Run](), dict[Run, str]()
     running: dict[Future[str | None], tuple[Run, Place]] = {}
     with ThreadPoolExecutor(len(where)) as pool:
         while True:
-            todo = [run for run in listed() if run not in begun and not run.is_done] if free else []
+            todo = [run for run in listed(errors) if run not in begun and not run.is_done] if free else []
             for run in todo if deadline - time.monotonic() >= LAST_START_S else ():
                 if not free:
                     break

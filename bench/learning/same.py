@@ -59,7 +59,7 @@ def main() -> int:
     os.environ["FLOWFLEET_FP8_MIN_SIZE"] = MIN_SIZE
     runs = plan(options.recipe, options.ways, options.seeds, options.directory)
     runs = [replace(run, changes=(*run.changes, *options.set), rewards=tuple(options.reward)) for run in runs]
-    errors = {} if options.table_only else train_all(lambda: runs, places(options), options.budget, console)
+    errors = {} if options.table_only else train_all(lambda _: runs, places(options), options.budget, console)
     found = read(options.recipe, options.ways, options.seeds, options.directory)
     console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:

@@ -29,6 +29,8 @@ class Made:
     command: str
     """The module, with its flags but `--output`."""
     what: str = "the demo's model"
+    or_else: str = "start the demo again, or set FLOWFLEET_DEVICE=cpu to train a smaller model on CPUs"
+    """What one may do once the reason of a failure is mended."""
 
     def make(self, say: Callable[[str], None]) -> None:
         """Makes it where it is missing: in a folder next to it, which is renamed when whole. `say` gets each line of
@@ -48,13 +50,15 @@ class Made:
         say(f"Making {self.what}, once, by `python -m {self.command}`:")
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{self.path.name}-") as aside:
             whole = Path(aside) / "whole"
-            _run(self.command, whole, say)
+            if failed := _run(self.command, whole, say):
+                raise ValueError(f"{self.what} was not made: {failed}\nFix that and {self.or_else}.")
             if not self.path.exists():  # another demo may have made it meanwhile
                 os.rename(whole, self.path)
-        say(f"It is {self.path}.\n")
+        say(f"{self.path} is made.\n")
 
 
-def _run(command: str, output: Path, say: Callable[[str], None]) -> None:
+def _run(command: str, output: Path, say: Callable[[str], None]) -> str:
+    """How the module failed; empty where it did not."""
     argv = [sys.executable, "-m", *command.split(), "--output", str(output)]
     last = "it said nothing"
     with subprocess.Popen(
@@ -73,11 +77,8 @@ def _run(command: str, output: Path, say: Callable[[str], None]) -> None:
         except BaseException:  # Ctrl-C too
             process.kill()
             raise
-    if process.returncode:
-        raise ValueError(
-            f"the demo's model was not made: `python -m {command}` ended with code {process.returncode}: {last}\n"
-            "Fix that and start the demo again, or set FLOWFLEET_DEVICE=cpu to train a smaller model on CPUs."
-        )
+    code = process.returncode
+    return f"`python -m {command}` ended with code {code}: {last}" if code else ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from flowfleet.demo.demos import Made
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.files import write_atomically
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.rewards import parse_reward
 from flowfleet.local.session import local_stack, stop_stack
@@ -71,7 +72,7 @@ def run_demo(
         shutil.copytree(outcome.job.results["model"], directory / "model")
     _draw(outcome, pairs, directory)
     summary = summarize(outcome, started, datetime.now(UTC))
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     _tell(summary, directory, console)
     return summary
 

@@ -173,7 +173,7 @@ def _reading(data: bytes, media_type: str) -> Iterator[None]:
     """Turns whatever a broken file raises into a MediaError; PIL and PyAV document no closed set of that."""
     try:
         yield
-    except MediaError:
+    except (MediaError, ImportError):  # without PyAV no file is to blame
         raise
     except Image.DecompressionBombError as error:
         raise MediaError("too_large", f"{error}: send a smaller picture") from error

@@ -39,7 +39,7 @@ def decode_sound(data: bytes, media_type: str, max_seconds: float = MAX_SECONDS)
             count += len(part)
             if count > max_seconds * SOUND_RATE:
                 raise MediaError("too_large", f"the sound is longer than {max_seconds:g} s: send a shorter one")
-    except MediaError:
+    except (MediaError, ImportError):  # without PyAV no file is to blame
         raise
     except Exception as error:  # PyAV documents no closed set
         raise _broken(data, media_type, type(error).__name__) from error

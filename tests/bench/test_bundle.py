@@ -3,6 +3,7 @@
 import os
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -67,4 +68,5 @@ def test_wheels_become_a_folder_of_packages(wheel: Path, tmp_path: Path) -> None
         "thing-1.0.dist-info/METADATA",
     }
     assert os.access(tmp_path / "site/thing/bin/server", os.X_OK)
-    assert any(name.startswith("flowfleet-") for name in files), "services tell their version"
+    (own,) = (tmp_path / "site" / name for name in files if name.startswith("flowfleet-"))
+    assert f"\nVersion: {version('flowfleet')}\n" in own.read_text(), "which services tell"

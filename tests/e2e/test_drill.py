@@ -26,8 +26,7 @@ def test_the_restore_drill_of_the_operations_page(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     drill = commands((ROOT / "docs/operations.md").read_text(), "Restore drill")
     (tmp_path / "few.txt").write_text("a sign that says CAT\na sign that says DOG\n")
-    sizes = ("rollout.prompts_per_step=4", "trainer.micro_batch_size=24", "schedule.steps=4", "data.validation=few.txt")
-    smaller = " ".join(f"--set {one}" for one in sizes)
+    smaller = "--set rollout.prompts_per_step=4 --set schedule.steps=4 --set data.validation=few.txt"
     drill = drill.replace("recipes/tiny_ocr.toml", f"recipes/tiny_ocr.toml {smaller}")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}

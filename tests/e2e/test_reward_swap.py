@@ -32,12 +32,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS, SAMPLES = 14, 12
 """So many that the job cannot end before its shadow is compared and promoted."""
-SMALL = {
-    "rollout.prompts_per_step": 2,
-    "trainer.micro_batch_size": 6,
-    "schedule.steps": STEPS,
-    "schedule.save_every": 4,
-}
+SMALL = {"rollout.prompts_per_step": 2, "schedule.steps": STEPS, "schedule.save_every": 4}
 AWAY_S = 1.5
 
 

@@ -30,7 +30,6 @@ def test_votes_survive_a_killed_controller_and_train_by_their_export(
             "rewards": {"human": {"params": {"votes_per_sample": "1"}}},
             "rollout.prompts_per_step": 2,
             "rollout.group_size": 3,
-            "trainer.micro_batch_size": 3,
             "schedule.steps": 1,
         }
     )

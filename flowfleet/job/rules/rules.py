@@ -67,6 +67,7 @@ def warnings(job: JobSpec) -> Iterator[str]:
             f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
             "still the old one: set trainer.updates_per_step or trainer.passes to 2 or more"
         )
+    yield from trainer.whole_batches(job)
     yield from _other_numerics(job)
     yield from rewards.lone_votes(job)
 

@@ -28,14 +28,6 @@ def adapter(job: JobSpec) -> Iterator[str]:
     )
 
 
-def _rollout_batches(job: JobSpec) -> int:
-    """How many batches of the rollout, cut to micro-batches, a step has where none is dropped."""
-    of_group, rows = job.rollout.made_of_group, job.trainer.micro_batch_size
-    groups = max(1, job.rollout.batch_size // job.rollout.group_size)
-    full, rest = divmod(job.rollout.prompts_per_step, groups)
-    return full * math.ceil(groups * of_group / rows) + math.ceil(rest * of_group / rows)
-
-
 def batches(job: JobSpec) -> Iterator[str]:
     """Checks updates and micro-batches against what a step trains on."""
     part = job.trainer
@@ -48,12 +40,6 @@ def batches(job: JobSpec) -> Iterator[str]:
         yield (
             f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
             "on; lower it or raise rollout.prompts_per_step"
-        )
-    elif part.deterministic and job.records_steps and (whole := _rollout_batches(job)) < part.updates_per_step:
-        yield (
-            f"trainer.deterministic repeats the rollout's batches whole, and a step has {whole}: too few for "
-            f"trainer.updates_per_step = {part.updates_per_step}. Lower rollout.batch_size or trainer.micro_batch_size "
-            f"to {max(1, job.trained_per_step // part.updates_per_step)} or less, or set trainer.deterministic = false"
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
@@ -200,3 +186,25 @@ def optimizer(job: JobSpec) -> Iterator[str]:
         )
     elif part.final_lr > part.lr:
         yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
+
+
+def whole_batches(job: JobSpec) -> Iterator[str]:
+    """Warns of fewer updates than `trainer.updates_per_step` where a trainer repeats the rollout's batches whole."""
+    part = job.trainer
+    if job.is_evaluation or not (part.deterministic and job.records_steps):
+        return
+    whole, updates = _rollout_batches(job), part.updates_per_step
+    if whole < updates:
+        yield (
+            f"trainer.updates_per_step = {updates}, and a step has {whole} of the rollout's batches, which "
+            f"trainer.deterministic repeats whole: it makes so many updates. Lower trainer.micro_batch_size to "
+            f"{max(1, job.trained_per_step // updates)} or less, or set trainer.deterministic = false"
+        )
+
+
+def _rollout_batches(job: JobSpec) -> int:
+    """How many batches of the rollout, cut to micro-batches, a step has where none is dropped."""
+    of_group, rows = job.rollout.made_of_group, job.trainer.micro_batch_size
+    groups = max(1, job.rollout.batch_size // job.rollout.group_size)
+    full, rest = divmod(job.rollout.prompts_per_step, groups)
+    return full * math.ceil(groups * of_group / rows) + math.ceil(rest * of_group / rows)

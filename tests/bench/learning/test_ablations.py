@@ -65,7 +65,7 @@ def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> No
     swept(tmp_path)
     run = plan("staleness", [1], tmp_path, ["trainer.micro_batch_size=144", "schedule.steps=7"])[0]
     job = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
-    assert (job.trainer.micro_batch_size, job.schedule.steps) == (12, 7)
+    assert (job.trainer.micro_batch_size, job.schedule.steps) == (36, 7)
 
 
 def test_studies_want_the_sweep(tmp_path: Path) -> None:

@@ -172,10 +172,13 @@ def test_what_an_algorithm_needs_first_is_named_with_its_command(tmp_path: Path)
         f"{key}-{factor:g}" for key in ("dpo", "diffusion_opd") for factor in FACTORS
     }
     (tmp_path / "awm-1" / "model").mkdir(parents=True)
+    (tmp_path / "awm-1" / "summary.json").write_text("{}")
     assert lacking(runs["diffusion_opd-1"]).endswith(
         f"composition runs --algorithms ocr --seeds 1 --keep-models --directory {tmp_path}`"
     )
     (tmp_path / "ocr-1" / "model").mkdir(parents=True)
+    assert lacking(runs["diffusion_opd-1"]), "it is still written"
+    (tmp_path / "ocr-1" / "summary.json").write_text("{}")
     assert lacking(runs["diffusion_opd-1"]) == ""
 
 
@@ -256,7 +259,7 @@ def test_runs_follow_their_own_sweep_and_students_their_teachers(tmp_path: Path)
     listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), chosen)
 
     def next_ones() -> list[Run]:
-        return [run for run in listed() if not run.is_done]
+        return [run for run in listed({}) if not run.is_done]
 
     first = next_ones()
     assert {run.directory.name for run in first} == {
@@ -273,13 +276,25 @@ def test_runs_follow_their_own_sweep_and_students_their_teachers(tmp_path: Path)
     assert {run.directory.name.partition("-")[0] for run in listed.every() if not run.is_done} == {"dpo"}
 
 
+def test_runs_wait_for_no_rate_that_failed(tmp_path: Path) -> None:
+    listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), ALGORITHMS[:1])
+    *good, bad = listed({})
+    end(good)
+    assert listed({}) == [*good, bad]
+    assert [run.directory.name for run in listed({bad: "it diverged"})] == [*("ocr-0.5", "ocr-1", "ocr-2"), "ocr-1"]
+
+
 def test_what_is_missing_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
     monkeypatch.setattr(Made, "make", lambda self, say: made.append(self.command))
     options = options_of("all", "--directory", str(tmp_path))
     make_first(options, ALGORITHMS[:1], Console(quiet=True))
     assert made == [], "a base of one's own is there"
-    make_first(composition._parser().parse_args(["all"]), ALGORITHMS, Console(quiet=True))
+    with pytest.raises(ValueError, match="give --gpus 0, or --model"):
+        make_first(composition._parser().parse_args(["all"]), ALGORITHMS, Console(quiet=True))
+    with pytest.raises(ValueError, match="name the base by --model"):
+        make_first(options_of("all", "--set", "model.path=x"), ALGORITHMS, Console(quiet=True))
+    make_first(composition._parser().parse_args(["all", "--gpus", "0"]), ALGORITHMS, Console(quiet=True))
     assert made == [
         WIDER.command,
         f"recipes.composition.base.preferences --world small --model {WIDER.path} --pairs 6912",

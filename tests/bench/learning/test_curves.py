@@ -151,7 +151,7 @@ def test_a_failed_run_is_told_and_stops_no_other(recorded: list[list[str]], tmp_
     kept.directory.mkdir()
     (kept.directory / "summary.json").write_text("{}")
 
-    errors = train_all(lambda: [bad, good, kept], [Place((0, 1), "3")], 1000.0, Console(quiet=True))
+    errors = train_all(lambda _: [bad, good, kept], [Place((0, 1), "3")], 1000.0, Console(quiet=True))
 
     assert list(errors) == [bad]
     assert "no such setting" in errors[bad]
@@ -164,7 +164,9 @@ def test_a_failed_run_is_told_and_stops_no_other(recorded: list[list[str]], tmp_
 
 def test_nothing_is_started_near_the_end_of_the_budget(recorded: list[list[str]], tmp_path: Path) -> None:
     started = time.monotonic()
-    assert train_all(lambda: [Run("good", 1, tmp_path / "good-1")], [Place((0,), "")], 150.0, Console(quiet=True)) == {}
+    assert (
+        train_all(lambda _: [Run("good", 1, tmp_path / "good-1")], [Place((0,), "")], 150.0, Console(quiet=True)) == {}
+    )
     assert recorded == []
     assert time.monotonic() - started < 5.0
 
@@ -172,7 +174,10 @@ def test_nothing_is_started_near_the_end_of_the_budget(recorded: list[list[str]]
 def test_what_an_ended_run_makes_possible_is_trained_too(recorded: list[list[str]], tmp_path: Path) -> None:
     teacher, student = (Run("good", 1, tmp_path / name) for name in ("teacher-1", "student-1"))
     listed = train_all(
-        lambda: [student, teacher] if teacher.is_done else [teacher], [Place((0,), "")] * 2, 1000.0, Console(quiet=True)
+        lambda _: [student, teacher] if teacher.is_done else [teacher],
+        [Place((0,), "")] * 2,
+        1000.0,
+        Console(quiet=True),
     )
     assert listed == {}
     assert [command[6] for command in recorded] == [str(teacher.directory), str(student.directory)]

@@ -20,13 +20,7 @@ def test_a_short_demo_leaves_everything_and_no_process(tmp_path: Path, monkeypat
     prompts = tmp_path / "held_out.txt"
     lines = (ROOT / "recipes/tiny/prompts/validation.txt").read_text().splitlines()[:5]
     prompts.write_text("\n".join(lines))
-    changes = [
-        "schedule.steps=1",
-        "rollout.prompts_per_step=2",
-        "rollout.group_size=3",
-        "trainer.micro_batch_size=3",
-        f"data.validation={prompts}",
-    ]
+    changes = ["schedule.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=3", f"data.validation={prompts}"]
     model = Made(tmp_path / "cache" / "model", "tests.flowfleet.demo.maker copies")
     changes += ["trainer.threads=1", "seed=3", f"model.path={model.path}"]
     text = io.StringIO()

@@ -773,14 +773,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.updates_per_step = 9",
         "8 samples",
     ),
-    "more updates than batches that are kept whole": (
-        {
-            "rollout": {"prompts_per_step": 12, "group_size": 12, "batch_size": 144},
-            "trainer": {"deterministic": True, "micro_batch_size": 144, "updates_per_step": 2},
-        },
-        "trainer.deterministic repeats the rollout's batches whole, and a step has 1",
-        "to 72 or less, or set trainer.deterministic = false",
-    ),
     # Names
     "unknown algorithm": (
         {"algorithm": {"name": "flow_grop"}},
@@ -919,6 +911,18 @@ def test_a_loss_on_ratios_is_warned_of_samples_that_another_sampler_made() -> No
     assert spec_of(rollout=fp8, algorithm={"correction": {"mode": "truncated"}}).warnings == []
     for name in ("awm", "elbo_pg", "dgpo", "crd", "diffusion_nft"):
         assert spec_of(rollout=fp8, algorithm={"name": name}).warnings == []
+
+
+def test_a_step_with_fewer_batches_than_updates_is_told() -> None:
+    rollout = {"prompts_per_step": 12, "group_size": 12, "batch_size": 144}
+    whole: Parts = {"rollout": rollout, "trainer": {"deterministic": True, "micro_batch_size": 144}}
+    (warning,) = spec_of(**whole).warnings
+    assert warning.startswith("trainer.updates_per_step = 2, and a step has 1 of the rollout's batches")
+    assert "Lower trainer.micro_batch_size to 72 or less" in warning
+    trainer = {"deterministic": True, "micro_batch_size": 72}
+    assert spec_of(rollout=rollout, trainer=trainer).warnings == []
+    assert spec_of(rollout=rollout, trainer={"micro_batch_size": 144}).warnings == [], "samples are split freely"
+    assert spec_of(**whole, algorithm={"name": "diffusion_nft"}).warnings == [], "a loss on the final latents too"
 
 
 def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:

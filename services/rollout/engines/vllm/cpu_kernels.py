@@ -32,8 +32,8 @@ def install() -> None:
 
 
 def keep_weights() -> None:
-    """Linears of bfloat16 keep their weights in place: where the CPU has AMX, vLLM would compute with packed copies,
-    which published weights do not reach, and which a build without kernels cannot make."""
+    """Keeps the weights of half-precision linears in place, in a build without kernels: where the CPU has AMX, vLLM
+    would have such a kernel pack them, and published weights would not reach the copies."""
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda *_: False
