@@ -64,12 +64,3 @@ def test_what_is_not_written_in_torch_is_refused() -> None:
         cpu_kernels.attend(none, none, none, none, none, none, 1.0, True, None, 128, none, 0.0)
     with pytest.raises(NotImplementedError, match="gelu"):
         cpu_kernels.compute_experts(none, none, none, none, None, None, none, none, False, "gelu", "vec")
-
-
-def test_linears_keep_their_weights_where_the_cpu_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = pytest.importorskip("vllm.model_executor.layers.utils", reason="needs vLLM: make vllm-omni")
-    monkeypatch.setattr(layers, "check_cpu_sgl_kernel", layers.check_cpu_sgl_kernel)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert layers.check_cpu_sgl_kernel(64, 64, torch.bfloat16), "vLLM would pack them"
-    cpu_kernels.keep_weights()
-    assert not layers.check_cpu_sgl_kernel(64, 64, torch.bfloat16)
