@@ -126,9 +126,9 @@ def main() -> int:
                 content(options.page.read_text(), _part(study))
         if not options.table_only:
             where, begun = places(options), time.monotonic()
-            make_first(options, (), console)
             given = (base_of(options), *options.set)
             runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, given)]
+            make_first(options, (), console)
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
     errors = train_all(lambda _: runs, where, options.budget - (time.monotonic() - begun), console) if runs else {}

@@ -276,6 +276,14 @@ def test_runs_follow_their_own_sweep_and_students_their_teachers(tmp_path: Path)
     assert {run.directory.name.partition("-")[0] for run in listed.every() if not run.is_done} == {"dpo"}
 
 
+def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "make_first", lambda *_: pytest.fail("the base takes minutes"))
+    mistaken = ["all", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1"]
+    monkeypatch.setattr(sys, "argv", ["composition", *mistaken])
+    with pytest.raises(SystemExit, match=r"trainer\.lor: unknown setting"):
+        composition.main()
+
+
 def test_runs_wait_for_no_rate_that_failed(tmp_path: Path) -> None:
     listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), ALGORITHMS[:1])
     *good, bad = listed({})
