@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,3 +69,19 @@ def test_what_is_not_written_in_torch_is_refused() -> None:
         cpu_kernels.attend(none, none, none, none, none, none, 1.0, True, None, 128, none, 0.0)
     with pytest.raises(NotImplementedError, match="gelu"):
         cpu_kernels.compute_experts(none, none, none, none, None, None, none, none, False, "gelu", "vec")
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make vllm-omni")
+def test_linears_keep_their_weights_where_the_cpu_has_amx() -> None:
+    """In a process of its own: the first import of vLLM chooses the platform for all that follows."""
+    script = (
+        "import torch; torch.cpu._is_amx_tile_supported = lambda: True\n"
+        "from vllm.model_executor.layers import utils\n"
+        "from services.rollout.engines.vllm import cpu_kernels\n"
+        "before = utils.check_cpu_sgl_kernel(64, 64, torch.bfloat16)\n"
+        "cpu_kernels.keep_weights()\n"
+        "print('packed:', before, utils.check_cpu_sgl_kernel(64, 64, torch.bfloat16))\n"
+    )
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "packed: True False" in done.stdout
