@@ -121,7 +121,7 @@ def main() -> int:
     errors: dict[Run, str] = {}
     try:
         if options.what != "page":
-            listed(errors)  # settings that make no job are told before the base takes minutes
+            listed(errors)  # refuses settings that make no job, before the base takes minutes
             make_first(options, chosen, console)
             errors = train_all(listed, where, options.budget - (time.monotonic() - begun), console)
     except ValueError as mistake:
