@@ -3,8 +3,8 @@
     python -m bench.learning.ablations staleness --gpus 0 --parallel 8    [--model FOLDER] [--set KEY=VALUE …]
     python -m bench.learning.ablations group window guidance guards …
 
-Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the best learning
-rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
+Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the learning rate
+that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
 base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
@@ -25,6 +25,7 @@ from rich.console import Console
 
 from bench.learning.composition import (
     ALGORITHMS,
+    REWARDS,
     SCORE,
     Algorithm,
     add_base,
@@ -37,6 +38,7 @@ from bench.learning.composition import (
 )
 from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
+from bench.learning.shared import shared_rewards
 from docs.generate.markdown import content, rewrite, table
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
@@ -131,7 +133,10 @@ def main() -> int:
             make_first(options, (), console)
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
-    errors = train_all(lambda _: runs, where, options.budget - (time.monotonic() - begun), console) if runs else {}
+    errors = dict[Run, str]()
+    if runs:
+        with shared_rewards(where, REWARDS) as sharing:
+            errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -151,13 +156,13 @@ def _part(study: str) -> str:
 
 def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str] = ()) -> list[Run]:
     """All runs of a study, seed after seed, so that an early end leaves whole seeds. A line's changes come after those
-    that are given. ValueError where the sweep has none of an algorithm."""
+    that are given. ValueError where none of an algorithm's learning rates was tried."""
     factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in STUDIES[study])), directory)
     runs = []
     for seed in seeds:
         for line in STUDIES[study]:
             one = line.algorithm
-            run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", "small_seen")
+            run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", directory)
             runs.append(replace(run, changes=(*run.changes, *line.length, *given, *line.changes)))
     return runs
 
@@ -194,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add_options(parser)
     add_base(parser)
-    parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="where the sweep is too")
+    parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="of the algorithms' runs too")
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose parts learning-composition-STUDY are rewritten")
     return parser

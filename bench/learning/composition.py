@@ -1,20 +1,21 @@
 """Composition: every algorithm on the small world at equal samples, scored by the judge that training never sees.
 
-    nvidia-cuda-mps-control -d    # runs share a GPU
-    python -m bench.learning.composition all --gpus 0,1 --parallel 32 --cores-per-run 1
-    python -m bench.learning.composition all --algorithms awm crd --seeds 1 …    some of it
-    python -m bench.learning.composition page                                    table and curves of what is there
+    nvidia-cuda-mps-control -d    # runs share a GPU, at most 20
+    python -m bench.learning.composition train --gpus 0,1 --parallel 32 --cores-per-run 1
+    python -m bench.learning.composition train --algorithms awm crd --seeds 1 …    some of it
+    python -m bench.learning.composition page                                      table and curves of what is there
 
-`all` makes the base and the preferences, sweeps three learning rates of each algorithm with one seed, and trains the
-best by its reward with three seeds; `sweep` and `runs` are its halves.
+`train` makes the base and the preferences, and trains each algorithm with three learning rates and one seed, and the
+best of them by its reward with the other seeds too.
 
 An algorithm's job is the small world's (`recipes/bases/composition_small.toml`) with what the algorithm's own recipe
-of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
-sweep is validated on `small_validation`, the runs on `small_seen`. Every run makes the same number of pictures, but
-`previews` makes half of them once more, in full, and its figures count both; DPO from pairs reads as many from a data
-set of the base's own, which took more to make. DiffusionOPD learns from the models that AWM and Flow-GRPO of its seed
-left, each of which teaches half of the prompts, and the rewards only watch. ReFL and SRPO follow the gradient of the
-reward's smooth score, and the reward watches. Every run has a fresh stack of its own; a run that is there is kept.
+of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many, and
+validated on `small_seen`. Every run makes the same number of pictures, but `previews` makes half of them once more, in
+full, and its figures count both; DPO from pairs reads as many from a data set of the base's own, which took more to
+make. DiffusionOPD learns from the models that AWM and Flow-GRPO of its seed left, each of which teaches half of the
+prompts, and the rewards only watch. ReFL and SRPO follow the gradient of the reward's smooth score, and the reward
+watches. Every run has a fresh stack of its own, but for the rewards, which the runs of a GPU share; a run that is
+there is kept.
 """
 
 from __future__ import annotations
@@ -33,23 +34,26 @@ from typing import Any, Final
 from rich.console import Console
 
 from bench.learning.jobs import SMOOTHED, as_changes, lacking, own_settings
-from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
+from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_result, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
+from bench.learning.shared import shared_rewards
 from docs.generate.markdown import rewrite, table
 from flowfleet.demo.demos import DEMOS, WIDER, Made
 from flowfleet.demo.plots import learning_panels
 
 RECIPE: Final = "bases/composition_small"
 PROMPTS: Final = "recipes/composition/prompts"
+HELD_OUT: Final = f"{PROMPTS}/small_seen.jsonl"
 REWARD: Final = "composition"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.5, 0.6)
 SEEDS: Final = (1, 2, 3)
+FIRST_SEED: Final = SEEDS[0]
 AGAIN: Final = "start again"
 PREFERENCES: Final = "recipes.composition.base.preferences --world small"
-SWEEP: Final = "python -m bench.learning.composition sweep"
+TRAIN: Final = "python -m bench.learning.composition train"
 PAIRS: Final = "preferences/preferences.jsonl"
 SAMPLES: Final = 144
 """Samples of a step."""
@@ -57,10 +61,9 @@ BATCH: Final = SAMPLES // 2
 """Samples of a batch: a trainer that repeats batches whole has one for each of two updates."""
 STEPS, EVERY = 96, 16
 """Steps of a run, and between its validations."""
-SWEEP_STEPS, SWEEP_EVERY = 40, 8
 FACTORS: Final = (0.5, 1.0, 2.0)
-"""The whole sweep: factors of the learning rate of the recipe of signs."""
-SWEEP_SEED: Final = 1
+"""Tried with the first seed: factors of the learning rate of the recipe of signs."""
+REWARDS: Final = (*DEMOS["composition"].rewards, SMOOTHED)
 DIRECTORY: Final = Path("runs/composition")
 PAGE: Final = Path("docs/results.md")
 PART: Final = "learning-composition"
@@ -117,72 +120,87 @@ TEACHERS: Final = frozenset(key for one in ALGORITHMS for key in one.teachers)
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
-    listed, where, begun = Listed(options, chosen), places(options), time.monotonic()
-    errors: dict[Run, str] = {}
-    try:
-        if options.what != "page":
+    listed, errors = Listed(options, chosen), dict[Run, str]()
+    if options.what == "train":
+        where, begun = places(options), time.monotonic()
+        try:
             listed(errors)  # refuses settings that make no job, before the base takes minutes
             make_first(options, chosen, console)
-            errors = train_all(listed, where, options.budget - (time.monotonic() - begun), console)
-    except ValueError as mistake:
-        sys.exit(str(mistake))
-    seeds = sorted({*SEEDS, *options.seeds})
-    factors = {one: best_factor(one, options.directory) for one in chosen}
-    for one, factor in factors.items():
-        if factor is not None:
-            console.print(f"{one.title}: {factor:g} × its learning rate", highlight=False)
-    results = read_all(ALGORITHMS, seeds, options.directory, SCORE)
+            with shared_rewards(where, REWARDS) as sharing:
+                errors = train_all(listed, sharing, options.budget - (time.monotonic() - begun), console)
+        except ValueError as mistake:
+            sys.exit(str(mistake))
+    results = read_best(options.seeds, options.directory)
     if results:
-        text = page_part(results, {one: swept(one, options.directory) for one in ALGORITHMS})
+        text = page_part(results, {one: tried(one, options.directory) for one in ALGORITHMS})
         if options.page is not None:
             draw(results, options.page.parent / "images" / PICTURE)
             rewrite(options.page, {PART: text})
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     elif options.what == "page":
         console.print(f"{options.directory} holds no finished run: name another --directory")
+    if options.what == "page":
+        return 0
     runs = listed.every(errors)
     errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
-    unswept = [one.key for one, factor in factors.items() if factor is None]
-    if options.what in ("runs", "all") and unswept:
-        text = f"not started: first run `{SWEEP} --algorithms {' '.join(unswept)} --directory {options.directory}`"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-        return report(runs, errors, console) or 1
     return report(runs, errors, console)
 
 
 class Listed:
-    """What the command is to train, as far as it is known: an algorithm's runs follow its sweep, and students their
-    teachers."""
+    """What the command is to train, as far as it is known: an algorithm's other seeds follow its first one with every
+    learning rate, and students follow their teachers. Teachers are first, for others wait for them."""
 
     def __init__(self, options: argparse.Namespace, chosen: Sequence[Algorithm]) -> None:
-        self._options, self._chosen = options, chosen
+        teachers, students = ([one for one in chosen if test(one)] for test in (_teaches, _learns))
+        self._options, self._chosen = options, list(dict.fromkeys([*teachers, *students, *chosen]))
         self._ready = set[Run]()
 
     def every(self, errors: Mapping[Run, str] = MappingProxyType({})) -> list[Run]:
         """Runs that lack something too. `errors`: of runs that failed, and are waited for no longer. ValueError for
         settings that make no job."""
-        what, directory = self._options.what, self._options.directory
-        runs = sweep(self._chosen, directory) if what in ("sweep", "all") else []
-        failed = {run.directory for run in errors}
-        pending = {_key(run) for run in runs if not run.is_done and run.directory not in failed}
-        if what in ("runs", "all"):
-            swept_ones = [one for one in self._chosen if one.key not in pending and swept(one, directory)]
-            runs += plan(swept_ones, self._options.seeds, directory)
+        directory, pending = self._options.directory, self._pending(errors)
+        seeds = [seed for seed in self._options.seeds if seed != FIRST_SEED]
+        runs = list[Run]()
+        for one in self._chosen:
+            runs += tries([one], directory)
+            if one.key not in pending and tried(one, directory):
+                runs += plan([one], seeds, directory)
         given = (base_of(self._options), *self._options.set)
-        return [replace(run, changes=(*run.changes, *given), keeps_model=self._keeps_model(run)) for run in runs]
-
-    def _keeps_model(self, run: Run) -> bool:
-        is_teacher = _key(run) in TEACHERS and run.directory.parent.name != "sweep"
-        return is_teacher or bool(self._options.keep_models)
+        keeps = bool(self._options.keep_models)
+        return [
+            replace(run, changes=(*run.changes, *given), keeps_model=keeps or key_of(run) in TEACHERS) for run in runs
+        ]
 
     def __call__(self, errors: Mapping[Run, str]) -> list[Run]:
-        runs = self.every(errors)
+        pending = self._pending(errors)
+        waiting = {one.key for one in self._chosen if pending & set(one.teachers)}
+        runs = [run for run in self.every(errors) if key_of(run) not in waiting]
         self._ready |= {run for run in runs if run not in self._ready and not lacking(run)}
         return [run for run in runs if run in self._ready]
 
+    def _pending(self, errors: Mapping[Run, str]) -> set[str]:
+        """Keys of algorithms whose best learning rate is to be known yet."""
+        failed = {run.directory for run in errors}
+        runs = tries(self._chosen, self._options.directory)
+        return {key_of(run) for run in runs if not run.is_done and run.directory not in failed}
 
-def _key(run: Run) -> str:
-    return run.directory.name.rpartition("-")[0]
+
+def _teaches(one: Algorithm) -> bool:
+    return one.key in TEACHERS
+
+
+def _learns(one: Algorithm) -> bool:
+    return bool(one.teachers)
+
+
+def place_of(one: Algorithm, factor: float, seed: int, directory: Path) -> Path:
+    """Where a run's results are."""
+    return directory / f"{one.key}-{factor:g}-{seed}"
+
+
+def key_of(run: Run) -> str:
+    """Its algorithm's."""
+    return run.directory.name.rsplit("-", 2)[0]
 
 
 def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console: Console) -> None:
@@ -204,14 +222,21 @@ def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console
         Made(pairs, command, "the preferences", AGAIN).make(say)
 
 
-def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
-    """Every algorithm with each of `FACTORS`, validated on prompts that no figure is of."""
-    runs = [
-        run_of(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation", directory)
-        for factor in FACTORS
-        for one in algorithms
-    ]
-    return [replace(run, changes=(*run.changes, *lasting(SWEEP_STEPS, SWEEP_EVERY))) for run in runs]
+def tries(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
+    """Every algorithm with each of `FACTORS` and the first seed."""
+    return [_run(one, factor, FIRST_SEED, directory) for one in algorithms for factor in FACTORS]
+
+
+def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
+    """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
+    where none of an algorithm's was tried."""
+    factors = chosen_factors(algorithms, directory)
+    return [_run(one, factor, seed, directory) for seed in seeds for one, factor in factors.items()]
+
+
+def _run(one: Algorithm, factor: float, seed: int, directory: Path) -> Run:
+    run = run_of(one, factor, seed, place_of(one, factor, seed, directory), directory)
+    return replace(run, changes=(*run.changes, *lasting(STEPS, EVERY)))
 
 
 def lasting(steps: int, every: int) -> tuple[str, str]:
@@ -219,43 +244,41 @@ def lasting(steps: int, every: int) -> tuple[str, str]:
     return f"schedule.steps={steps}", f"schedule.validate_every={every}"
 
 
-def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
-    """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
-    where the sweep has none of an algorithm."""
-    factors = chosen_factors(algorithms, directory)
-    runs = [
-        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen", directory)
-        for seed in seeds
-        for one, factor in factors.items()
-    ]
-    return [replace(run, changes=(*run.changes, *lasting(STEPS, EVERY))) for run in runs]
-
-
 def chosen_factors(algorithms: Sequence[Algorithm], directory: Path) -> dict[Algorithm, float]:
-    """`best_factor` of each. ValueError where the sweep has none of an algorithm."""
+    """`best_factor` of each. ValueError where none of an algorithm's was tried."""
     factors = {one: best_factor(one, directory) for one in algorithms}
     if missing := [one.key for one, factor in factors.items() if factor is None]:
         raise ValueError(
-            f"{directory} has no finished sweep of {len(missing)} algorithms: first run `{SWEEP} --algorithms "
-            f"{' '.join(missing)} --directory {directory}`"
+            f"{directory} has no finished run of {len(missing)} algorithms: first run `{TRAIN} --algorithms "
+            f"{' '.join(missing)} --seeds {FIRST_SEED} --directory {directory}`"
         )
     return {one: factor for one, factor in factors.items() if factor is not None}
 
 
 def best_factor(one: Algorithm, directory: Path) -> float | None:
     """The factor whose run has the greatest reward in the end; the judge has no say in it. None without runs."""
-    found = swept(one, directory)
+    found = tried(one, directory)
     return max(found, key=lambda factor: found[factor]) if found else None
 
 
-def swept(one: Algorithm, directory: Path) -> dict[float, float]:
-    """Factor of the learning rate → reward on `small_validation` in the end, of the factors that ran."""
-    files = {factor: directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json" for factor in FACTORS}
+def tried(one: Algorithm, directory: Path) -> dict[float, float]:
+    """Factor of the learning rate → held-out reward in the end, of the first seed's runs that are there."""
+    files = {factor: place_of(one, factor, FIRST_SEED, directory) / "summary.json" for factor in FACTORS}
     return {factor: reward_after(json.loads(file.read_text())) for factor, file in files.items() if file.exists()}
 
 
-def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]) -> str:
-    """The picture, the table, and what the sweep came to."""
+def read_best(seeds: Sequence[int], directory: Path) -> dict[Algorithm, list[Result]]:
+    """The finished runs at each algorithm's best learning rate; algorithms without any are left out."""
+    found = {}
+    for one in ALGORITHMS:
+        if (factor := best_factor(one, directory)) is not None:
+            paths = [place_of(one, factor, seed, directory) for seed in sorted({*SEEDS, *seeds})]
+            found[one] = [read_result(path, SCORE) for path in paths if (path / "summary.json").exists()]
+    return found
+
+
+def page_part(results: Mapping[Algorithm, Sequence[Result]], rewards: Mapping[Algorithm, Mapping[float, float]]) -> str:
+    """The picture, the table, and the rewards by learning rate."""
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
         *("algorithm", "settings of", "seeds", "learning rate"),
@@ -268,7 +291,7 @@ def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Alg
         ("algorithm", *(f"reward at {factor:g} × the learning rate" for factor in FACTORS)),
         [
             (one.title, *(f"{found[factor]:.3f}" if factor in found else NONE for factor in FACTORS))
-            for one, found in sweeps.items()
+            for one, found in rewards.items()
             if found
         ],
     )
@@ -316,28 +339,34 @@ def judged(runs: Sequence[Result]) -> list[str]:
     )
 
 
-def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str, others: Path = DIRECTORY) -> Run:
+def run_of(one: Algorithm, factor: float, seed: int, directory: Path, others: Path) -> Run:
     """`others`: folder of the runs and of the preferences that it may learn from."""
     settings = own_settings(tomllib.loads(Path(f"recipes/{one.recipe}.toml").read_text()))
     rate = settings.pop("trainer.optimizer.lr") * factor
     settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}
     settings |= {"rollout.batch_size": BATCH, "trainer.micro_batch_size": BATCH}
-    settings |= _data(one, seed, f"{PROMPTS}/{held_out}.jsonl", others.absolute())
-    return Run(RECIPE, seed, directory, as_changes(settings), rewards=(*DEMOS["composition"].rewards, SMOOTHED))
+    settings |= _data(one, seed, others.absolute())
+    return Run(RECIPE, seed, directory, as_changes(settings), rewards=REWARDS)
 
 
-def _data(one: Algorithm, seed: int, held_out: str, others: Path) -> dict[str, Any]:
+def _data(one: Algorithm, seed: int, others: Path) -> dict[str, Any]:
     """Settings of what it learns from, `SAMPLES` of them a step."""
     if one.reads_pairs:
-        pairs = {"data.train": str(others / PAIRS), "data.validation": held_out}
+        pairs = {"data.train": str(others / PAIRS), "data.validation": HELD_OUT}
         return {**pairs, "rollout.group_size": 2, "rollout.prompts_per_step": SAMPLES // 2}
     if not one.teachers:
-        return {"data.validation": held_out}
+        return {"data.validation": HELD_OUT}
     sources = [{"name": key, "path": f"{PROMPTS}/small_train.jsonl"} for key in one.teachers]
-    sources[0]["validation"] = held_out
-    taught = {key: {"adapter": str(others / f"{key}-{seed}" / "model"), "sources": [key]} for key in one.teachers}
+    sources[0]["validation"] = HELD_OUT
+    taught = {key: {"adapter": str(_taught(key, seed, others)), "sources": [key]} for key in one.teachers}
     parts = {"data": {"sources": sources}, "algorithm.teachers": taught}
     return {**parts, "rollout.group_size": 1, "rollout.prompts_per_step": SAMPLES}
+
+
+def _taught(key: str, seed: int, others: Path) -> Path:
+    """What a teacher of this seed left, at its best learning rate."""
+    (teacher,) = (one for one in ALGORITHMS if one.key == key)
+    return place_of(teacher, best_factor(teacher, others) or 1.0, seed, others) / "model"
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
@@ -357,10 +386,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("all", "sweep", "runs", "page"))
+    parser.add_argument("what", choices=("train", "page"))
     keys = [one.key for one in ALGORITHMS]
     parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"to train, of {', '.join(keys)}")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help=f"{FIRST_SEED} tries learning rates")
     add_options(parser)
     add_base(parser)
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")

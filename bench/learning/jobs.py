@@ -74,13 +74,13 @@ def _teachers(spec: JobSpec) -> str:
     missing = [path for path in adapters if not (path.exists() and (path.parent / "summary.json").exists())]
     if not missing:
         return ""
-    runs = [path.parent.name.rpartition("-") for path in missing]
+    keys, seed = [path.parent.name.rsplit("-", 2)[0] for path in missing], missing[0].parent.name.rpartition("-")[2]
     done = [str(path.parent) for path in missing if (path.parent / "summary.json").exists()]
     first = f"their runs kept no model, so remove {' '.join(done)}, then" if done else "first"
     return (
         f"its teachers {' and '.join(map(str, missing))} are missing: {first} run, with your --model and --set, "
-        f"`python -m bench.learning.composition runs --algorithms {' '.join(key for key, _, _ in runs)} --seeds "
-        f"{runs[0][2]} --keep-models --directory {missing[0].parents[1]}`"
+        f"`python -m bench.learning.composition train --algorithms {' '.join(keys)} --seeds {seed} --directory "
+        f"{missing[0].parents[1]}`"
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowfleet.demo.run import run_demo
+from flowfleet.local.rewards import parse_reward
 
 CORES_PER_RUN = 2
 LAST_START_S = 200.0
@@ -69,6 +70,8 @@ class Place:
     cores: tuple[int, ...]
     gpu: str
     """Its number, for CUDA_VISIBLE_DEVICES; empty: it trains on the CPU."""
+    rewards: tuple[str, ...] = ()
+    """NAME=HOST:PORT of rewards that run here already, in place of a run's own of these names."""
 
 
 def places(options: argparse.Namespace) -> list[Place]:
@@ -125,19 +128,24 @@ def _train_in_process(run: Run, place: Place) -> str | None:
     """Trains in a process, whose stack it takes with it when it ends."""
     command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
     command += ["--keep-model"] * run.keeps_model
-    command += [part for reward in run.rewards for part in ("--reward", reward)]
+    here = {parse_reward(reward).name: reward for reward in place.rewards}
+    command += [part for one in run.rewards for part in ("--reward", here.get(parse_reward(one).name, one))]
     command += ["--cores", *map(str, place.cores), *(part for change in run.changes for part in ("--set", change))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(place.cores)), "CUDA_VISIBLE_DEVICES": place.gpu}
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("wb") as log:
         try:
             code = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=RUN_LIMIT_S
+                command,
+                env=environment_of(place),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=RUN_LIMIT_S,
             ).returncode
         except subprocess.TimeoutExpired:
             return f"not done after {RUN_LIMIT_S:.0f} s; its output is {run.log}"
     if code or not run.is_done:
-        return "\n".join([f"exit status {code}; the end of {run.log}:", *_tail(run.log)])
+        return "\n".join([f"exit status {code}; the end of {run.log}:", *tail(run.log)])
     return None
 
 
@@ -177,5 +185,11 @@ def train_here(run: Run, cores: Sequence[int]) -> None:
         shutil.rmtree(run.directory / large)
 
 
-def _tail(path: Path) -> Iterator[str]:
+def environment_of(place: Place) -> dict[str, str]:
+    """Environment of a process there."""
+    return {**os.environ, "OMP_NUM_THREADS": str(len(place.cores)), "CUDA_VISIBLE_DEVICES": place.gpu}
+
+
+def tail(path: Path) -> Iterator[str]:
+    """Its last lines."""
     yield from path.read_text(errors="replace").splitlines()[-TAIL_LINES:]

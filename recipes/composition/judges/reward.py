@@ -88,7 +88,9 @@ class RewardJudge:
         table = self.gains.to(pictures.dtype).view(1, -1, BINS, BINS, BINS)
         places = (2 * pictures - 1).flip(1).permute(0, 2, 3, 1).unsqueeze(1)  # the last axis of the table is blue
         votes = F.grid_sample(table.expand(len(pictures), -1, -1, -1, -1), places, "bilinear", "border", False)
-        seen = zip(heat, reach.detach().exp(), style.softmax(1), votes.squeeze(2), metadata, strict=True)
+        parts = (heat, reach.detach().exp(), style.softmax(1), votes.squeeze(2))
+        # A picture takes hundreds of small operations, which CPUs do faster than an accelerator starts them.
+        seen = zip(*(part.cpu() for part in parts), metadata, strict=True)
         return torch.stack([self._smooth(*one) for one in seen])
 
     def _smooth(

@@ -19,16 +19,16 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def swept(directory: Path) -> None:
-    """A sweep in which Flow-GRPO did best at twice its learning rate, AWM at its own."""
-    for name, reward in (("ocr-1", 0.5), ("ocr-2", 0.6), ("awm-1", 0.7)):
-        folder = directory / "sweep" / name
+def tried(directory: Path) -> None:
+    """Flow-GRPO did best at twice its learning rate, AWM at its own."""
+    for name, reward in (("ocr-1-1", 0.5), ("ocr-2-1", 0.6), ("awm-1-1", 0.7)):
+        folder = directory / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
 
 
 def jobs(study: str, directory: Path) -> dict[str, JobSpec]:
-    swept(directory)
+    tried(directory)
     return {
         run.directory.name: prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
         for run in plan(study, [1], directory)
@@ -62,19 +62,19 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
 
 
 def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> None:
-    swept(tmp_path)
+    tried(tmp_path)
     run = plan("staleness", [1], tmp_path, ["trainer.micro_batch_size=144", "schedule.steps=7"])[0]
     job = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
     assert (job.trainer.micro_batch_size, job.schedule.steps) == (36, 7)
 
 
-def test_studies_want_the_sweep(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="composition sweep --algorithms ocr"):
+def test_studies_want_a_learning_rate(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="composition train --algorithms ocr"):
         plan("group", [1], tmp_path)
 
 
 def test_seeds_come_whole(tmp_path: Path) -> None:
-    swept(tmp_path)
+    tried(tmp_path)
     assert [run.seed for run in plan("group", [1, 2], tmp_path)] == [1] * 4 + [2] * 4
 
 

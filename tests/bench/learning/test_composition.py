@@ -1,4 +1,4 @@
-"""The jobs of every algorithm on the small world of composition, and the choice among the sweep's."""
+"""The jobs of every algorithm on the small world of composition, and the choice of the learning rate."""
 
 import json
 import subprocess
@@ -17,24 +17,25 @@ from bench.learning.composition import (
     ALGORITHMS,
     BATCH,
     FACTORS,
+    FIRST_SEED,
     JUDGE,
     PAIRS,
     REWARD,
     SAMPLES,
     SCORE,
     STEPS,
-    SWEEP_STEPS,
     Algorithm,
     Listed,
     best_factor,
     make_first,
     page_part,
+    place_of,
     plan,
+    read_best,
     reward_after,
-    sweep,
+    tries,
 )
 from bench.learning.jobs import SMOOTH, WINDOW, as_changes, lacking, own_settings
-from bench.learning.results import read_all
 from bench.learning.runs import Run
 from flowfleet.demo.demos import WIDER, Made
 from flowfleet.job.files import changed_job, prepare_job
@@ -51,12 +52,16 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def swept(directory: Path) -> None:
-    for run in sweep(ALGORITHMS, directory):
-        run.directory.mkdir(parents=True)
-        factor = float(run.directory.name.rpartition("-")[2])
-        summary = {"held_out_reward_after": PARTIAL[FACTORS.index(factor)]}
-        (run.directory / "summary.json").write_text(json.dumps(summary))
+def try_all(directory: Path) -> None:
+    for one in ALGORITHMS:
+        for factor, reward in zip(FACTORS, PARTIAL, strict=True):
+            place = place_of(one, factor, FIRST_SEED, directory)
+            place.mkdir(parents=True)
+            (place / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+
+
+def the_run(name: str, directory: Path) -> Run:
+    return next(run for run in tries(ALGORITHMS, directory) if run.directory.name == name)
 
 
 def spec_of(run: Run) -> JobSpec:
@@ -64,14 +69,11 @@ def spec_of(run: Run) -> JobSpec:
 
 
 def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
-    swept(tmp_path)
-    runs = [*sweep(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [1], tmp_path)]
+    try_all(tmp_path)
+    runs = [*tries(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [2], tmp_path)]
     specs = {run.directory: spec_of(run) for run in runs}
     assert len(specs) == 4 * len(ALGORITHMS)
-    assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {
-        (SAMPLES, STEPS),
-        (SAMPLES, SWEEP_STEPS),
-    }
+    assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {(SAMPLES, STEPS)}
     groups = {one.algorithm.name: one.rollout.group_size for one in specs.values()}
     assert groups.pop("dpo") == 2
     assert groups.pop("diffusion_opd") == 1
@@ -82,7 +84,7 @@ def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
     assert data.keys() == {"small_train.jsonl", "preferences.jsonl"}
     assert data["preferences.jsonl"] == "dpo"
     held_out = {Path(str(source.validation)).name for one in specs.values() for source in one.data.held_out}
-    assert held_out == {"small_seen.jsonl", "small_validation.jsonl"}
+    assert held_out == {"small_seen.jsonl"}
     assert {(one.rollout.height, one.rollout.batch_size, one.trainer.micro_batch_size) for one in specs.values()} == {
         (64, BATCH, BATCH)
     }
@@ -95,8 +97,7 @@ def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
 
 
 def test_flow_grpo_is_the_recipe_that_one_trains_by_hand(tmp_path: Path) -> None:
-    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "ocr-1")
-    ours = spec_of(run)
+    ours = spec_of(the_run("ocr-1-1", tmp_path))
     theirs = prepare_job(Path("recipes/composition_small_lora.toml"), same_machine=True)
     assert (ours.model, ours.algorithm, ours.rewards) == (theirs.model, theirs.algorithm, theirs.rewards)
     assert ours.rollout == theirs.rollout.model_copy(update={"batch_size": BATCH})
@@ -126,7 +127,7 @@ def test_an_algorithm_keeps_its_own_settings_and_half_the_steps_are_noisy() -> N
 
 @pytest.mark.parametrize("key", ["refl", "srpo"])
 def test_losses_on_gradients_follow_the_smooth_score_while_the_reward_watches(key: str, tmp_path: Path) -> None:
-    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == f"{key}-1")
+    run = the_run(f"{key}-1-1", tmp_path)
     spec = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
     assert {name: part.weight for name, part in spec.rewards.items()} == {SMOOTH: 1.0, REWARD: 0.0, JUDGE: 0.0}
     assert set(spec.reward_services) == {parse_reward(given).name for given in run.rewards}
@@ -138,14 +139,13 @@ def test_losses_on_gradients_follow_the_smooth_score_while_the_reward_watches(ke
 def test_the_reward_chooses_the_learning_rate(tmp_path: Path) -> None:
     one = ALGORITHMS[0]
     assert best_factor(one, tmp_path) is None
-    with pytest.raises(ValueError, match=rf"composition sweep --algorithms ocr --directory {tmp_path}`"):
+    with pytest.raises(ValueError, match=rf"composition train --algorithms ocr --seeds 1 --directory {tmp_path}`"):
         plan([one], [1], tmp_path)
-    swept(tmp_path)
+    try_all(tmp_path)
     assert best_factor(one, tmp_path) == FACTORS[1]
     runs = plan(ALGORITHMS, [1, 2], tmp_path)
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    assert all("small_seen" in " ".join(run.changes) for run in runs)
-    assert all("small_validation" in " ".join(run.changes) for run in sweep(ALGORITHMS, tmp_path))
+    assert set(runs) & set(tries(ALGORITHMS, tmp_path)) == {run for run in runs if run.seed == FIRST_SEED}
 
 
 def test_settings_survive_the_command_line() -> None:
@@ -156,34 +156,34 @@ def test_settings_survive_the_command_line() -> None:
 
 
 def test_each_teacher_has_half_of_the_prompts(tmp_path: Path) -> None:
-    swept(tmp_path)
+    try_all(tmp_path)
     runs = {run.directory.name: run for run in plan(ALGORITHMS, [1, 2], tmp_path)}
-    spec = spec_of(runs["diffusion_opd-2"])
+    spec = spec_of(runs["diffusion_opd-1-2"])
     taught = {part.sources: part.adapter for part in spec.algorithm.teachers.values()}
-    assert taught == {(key,): f"{tmp_path}/{key}-2/model" for key in ("awm", "ocr")}
+    assert taught == {(key,): f"{tmp_path}/{key}-1-2/model" for key in ("awm", "ocr")}
     assert {(source.name, source.weight) for source in spec.data.each} == {("awm", 1.0), ("ocr", 1.0)}
-    teachers = [spec_of(runs[f"{key}-2"]) for key in ("awm", "ocr")]
+    teachers = [spec_of(runs[f"{key}-1-2"]) for key in ("awm", "ocr")]
     assert all(teacher.trainer.lora == spec.trainer.lora for teacher in teachers)
 
 
 def test_what_an_algorithm_needs_first_is_named_with_its_command(tmp_path: Path) -> None:
-    runs = {run.directory.name: run for run in sweep(ALGORITHMS, tmp_path)}
+    runs = {run.directory.name: run for run in tries(ALGORITHMS, tmp_path)}
     assert {run.directory.name for run in runs.values() if lacking(run)} == {
-        f"{key}-{factor:g}" for key in ("dpo", "diffusion_opd") for factor in FACTORS
+        f"{key}-{factor:g}-1" for key in ("dpo", "diffusion_opd") for factor in FACTORS
     }
-    (tmp_path / "awm-1" / "model").mkdir(parents=True)
-    (tmp_path / "awm-1" / "summary.json").write_text("{}")
-    assert lacking(runs["diffusion_opd-1"]).endswith(
-        f"composition runs --algorithms ocr --seeds 1 --keep-models --directory {tmp_path}`"
+    (tmp_path / "awm-1-1" / "model").mkdir(parents=True)
+    (tmp_path / "awm-1-1" / "summary.json").write_text(json.dumps({"held_out_reward_after": 0.5}))
+    assert lacking(runs["diffusion_opd-1-1"]).endswith(
+        f"composition train --algorithms ocr --seeds 1 --directory {tmp_path}`"
     )
-    (tmp_path / "ocr-1" / "model").mkdir(parents=True)
-    assert lacking(runs["diffusion_opd-1"]), "it is still written"
-    (tmp_path / "ocr-1" / "summary.json").write_text("{}")
-    assert lacking(runs["diffusion_opd-1"]) == ""
+    (tmp_path / "ocr-1-1" / "model").mkdir(parents=True)
+    assert lacking(runs["diffusion_opd-1-1"]), "it is still written"
+    (tmp_path / "ocr-1-1" / "summary.json").write_text("{}")
+    assert lacking(runs["diffusion_opd-1-1"]) == ""
 
 
 def test_a_data_set_holds_as_many_pairs_as_a_job_reads(tmp_path: Path) -> None:
-    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "dpo-1")
+    run = the_run("dpo-1-1", tmp_path)
     run = replace(run, changes=(*run.changes, "schedule.steps=2"))
     assert f"--model {ROOT}/recipes/composition/model --output {tmp_path}/preferences --pairs 144`" in lacking(run)
     (tmp_path / "preferences").mkdir()
@@ -197,11 +197,11 @@ def test_a_data_set_holds_as_many_pairs_as_a_job_reads(tmp_path: Path) -> None:
 
 
 def test_teachers_without_models_are_to_be_trained_again(tmp_path: Path) -> None:
-    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "diffusion_opd-1")
+    run = the_run("diffusion_opd-1-1", tmp_path)
     for key in ("awm", "ocr"):
-        (tmp_path / f"{key}-1").mkdir()
-    (tmp_path / "ocr-1" / "summary.json").write_text("{}")
-    assert f"their runs kept no model, so remove {tmp_path}/ocr-1, then run" in lacking(run)
+        (tmp_path / f"{key}-1-1").mkdir()
+    (tmp_path / "ocr-1-1" / "summary.json").write_text("{}")
+    assert f"their runs kept no model, so remove {tmp_path}/ocr-1-1, then run" in lacking(run)
     run.directory.mkdir(parents=True)
     (run.directory / "summary.json").write_text("{}")
     assert lacking(run) == ""
@@ -215,25 +215,19 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
-def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
-    done = command("runs", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "awm", *BASE)
-    assert done.returncode == 1
-    assert f"composition sweep --algorithms ocr awm --directory {tmp_path}`" in done.stdout
-
-
 def test_settings_that_make_no_job_are_named_without_a_traceback(tmp_path: Path) -> None:
     done = command(
-        "sweep", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1", *BASE
+        "train", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1", *BASE
     )
     assert done.returncode == 1
     assert "trainer.lor" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_page_needs_no_sweep_and_shows_every_algorithm(tmp_path: Path) -> None:
+def test_a_page_shows_every_algorithm(tmp_path: Path) -> None:
     assert f"{tmp_path} holds no finished run" in command("page", "--no-page", "--directory", str(tmp_path)).stdout
     for one in ALGORITHMS[:2]:
-        finished(tmp_path / f"{one.key}-2", one, [0.4, 0.9])
+        finished(one, 1.0, 1, [0.4, 0.9], tmp_path)
     done = command("page", "--no-page", "--seeds", "1", "--algorithms", "awm", "--directory", str(tmp_path))
     assert done.returncode == 0
     assert all(f"| {one.title} |" in done.stdout for one in ALGORITHMS[:2])
@@ -247,75 +241,79 @@ def end(runs: Sequence[Run]) -> set[str]:
     """Leaves what they would, with the greatest reward at the recipe's own rate; their names."""
     for run in runs:
         run.directory.mkdir(parents=True, exist_ok=True)
-        reward = 0.6 if run.directory.name.endswith("-1") else 0.5
+        reward = 0.6 if run.directory.name.split("-")[1] == "1" else 0.5
         (run.directory / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
         if run.keeps_model:
             (run.directory / "model").mkdir()
     return {run.directory.name for run in runs}
 
 
-def test_runs_follow_their_own_sweep_and_students_their_teachers(tmp_path: Path) -> None:
-    chosen = [one for one in ALGORITHMS if one.key in ("ocr", "awm", "diffusion_opd", "dpo")]
-    listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), chosen)
+def test_seeds_follow_the_first_ones_rates_and_students_their_teachers(tmp_path: Path) -> None:
+    chosen = [one for one in ALGORITHMS if one.key in ("ocr", "awm", "crd", "diffusion_opd", "dpo")]
+    listed = Listed(options_of("train", "--seeds", "1", "2", "--directory", str(tmp_path)), chosen)
 
     def next_ones() -> list[Run]:
         return [run for run in listed({}) if not run.is_done]
 
-    first = next_ones()
-    assert {run.directory.name for run in first} == {
-        f"{key}-{factor:g}" for key in ("ocr", "awm") for factor in FACTORS
-    }
-    assert not any(run.keeps_model for run in first), "only models of runs teach"
-    end([run for run in first if run.directory.name.startswith("awm")])
-    assert [run.directory.name for run in next_ones() if run.directory.parent == tmp_path] == ["awm-1"]
-    end([run for run in next_ones() if run.directory.parent.name == "sweep"])
-    assert end(next_ones()) == {"ocr-1", "awm-1"}, "both keep their models, for others to learn from"
-    assert end(next_ones()) == {f"diffusion_opd-{factor:g}" for factor in FACTORS}
-    assert end(next_ones()) == {"diffusion_opd-1"}
+    def rates(*keys: str) -> list[str]:
+        return [f"{key}-{factor:g}-1" for key in keys for factor in FACTORS]
+
+    assert [run.directory.name for run in next_ones()] == rates("ocr", "awm", "crd"), "teachers first"
+    assert end([run for run in next_ones() if run.keeps_model]) == set(rates("ocr", "awm")), "for others to learn from"
+    assert [run.directory.name for run in next_ones()] == ["ocr-1-2", "awm-1-2", *rates("diffusion_opd", "crd")]
+    end([run for run in next_ones() if run.directory.name in rates("diffusion_opd")])
+    assert "diffusion_opd-1-2" not in {run.directory.name for run in next_ones()}, "its own seed's teachers train"
+    end([run for run in next_ones() if run.keeps_model])
+    assert end(next_ones()) == {"diffusion_opd-1-2", *rates("crd")}
+    assert end(next_ones()) == {"crd-1-2"}
     assert next_ones() == []
-    assert {run.directory.name.partition("-")[0] for run in listed.every() if not run.is_done} == {"dpo"}
+    assert {run.directory.name for run in listed.every() if not run.is_done} == set(rates("dpo"))
 
 
 def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "make_first", lambda *_: pytest.fail("the base takes minutes"))
-    mistaken = ["all", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1"]
+    mistaken = ["train", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1"]
     monkeypatch.setattr(sys, "argv", ["composition", *mistaken])
     with pytest.raises(SystemExit, match=r"trainer\.lor: unknown setting"):
         composition.main()
 
 
 def test_runs_wait_for_no_rate_that_failed(tmp_path: Path) -> None:
-    listed = Listed(options_of("all", "--seeds", "1", "--directory", str(tmp_path)), ALGORITHMS[:1])
+    listed = Listed(options_of("train", "--seeds", "2", "--directory", str(tmp_path)), ALGORITHMS[:1])
     *good, bad = listed({})
     end(good)
     assert listed({}) == [*good, bad]
-    assert [run.directory.name for run in listed({bad: "it diverged"})] == [*("ocr-0.5", "ocr-1", "ocr-2"), "ocr-1"]
+    assert [run.directory.name for run in listed({bad: "it diverged"})] == [
+        "ocr-0.5-1",
+        "ocr-1-1",
+        "ocr-2-1",
+        "ocr-1-2",
+    ]
 
 
 def test_what_is_missing_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
     monkeypatch.setattr(Made, "make", lambda self, say: made.append(self.command))
-    options = options_of("all", "--directory", str(tmp_path))
+    options = options_of("train", "--directory", str(tmp_path))
     make_first(options, ALGORITHMS[:1], Console(quiet=True))
     assert made == [], "a base of one's own is there"
     with pytest.raises(ValueError, match="give --gpus 0, or --model"):
-        make_first(composition._parser().parse_args(["all"]), ALGORITHMS, Console(quiet=True))
+        make_first(composition._parser().parse_args(["train"]), ALGORITHMS, Console(quiet=True))
     with pytest.raises(ValueError, match="name the base by --model"):
-        make_first(options_of("all", "--set", "model.path=x"), ALGORITHMS, Console(quiet=True))
-    make_first(composition._parser().parse_args(["all", "--gpus", "0"]), ALGORITHMS, Console(quiet=True))
+        make_first(options_of("train", "--set", "model.path=x"), ALGORITHMS, Console(quiet=True))
+    make_first(composition._parser().parse_args(["train", "--gpus", "0"]), ALGORITHMS, Console(quiet=True))
     assert made == [
         WIDER.command,
         f"recipes.composition.base.preferences --world small --model {WIDER.path} --pairs 6912",
     ]
 
 
-def finished(directory: Path, algorithm: Algorithm, judged: list[float]) -> None:
+def finished(one: Algorithm, factor: float, seed: int, judged: list[float], directory: Path) -> None:
     """What a run leaves, with made-up scores of the judge and a constant reward."""
-    (run,) = (run for run in sweep([algorithm], directory) if run.directory.name.endswith("-1"))
-    settings = spec_of(run).model_dump(mode="json")
+    settings = spec_of(the_run(f"{one.key}-1-1", directory)).model_dump(mode="json")
     before, *_, after = judged
     summary = {
-        "held_out_reward_after": 0.5,
+        "held_out_reward_after": 0.5 + factor / 100,
         "watched": {JUDGE: {"before": before, "after": after, "bootstrap_ci95": [after - before - 0.05, 1.0]}},
         "edge_density_before": 30.0,
         "edge_density_after": 30.3,
@@ -323,22 +321,24 @@ def finished(directory: Path, algorithm: Algorithm, judged: list[float]) -> None
         "colour_entropy_after": 1.96,
         "settings": settings,
     }
-    directory.mkdir(parents=True)
-    (directory / "summary.json").write_text(json.dumps(summary))
+    place = place_of(one, factor, seed, directory)
+    place.mkdir(parents=True)
+    (place / "summary.json").write_text(json.dumps(summary))
     rows = [{"step": step, SCORE: score, "timing_s/gen": 4.0} for step, score in enumerate(judged)]
-    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_the_table_is_of_finished_runs_and_counts_previews(tmp_path: Path) -> None:
-    chosen = [one for one in ALGORITHMS if one.key in ("ocr", "previews", "awm")]
-    for one in chosen[:1] + chosen[2:]:
-        finished(tmp_path / f"{one.key}-1", one, [0.4, 0.6, 0.9])
-    (tmp_path / f"{chosen[0].key}-2").mkdir()  # it has only begun
-    (tmp_path / f"{chosen[1].key}-1").mkdir()
-    results = read_all(chosen, [1, 2], tmp_path, SCORE)
+def test_the_table_is_of_the_best_rates_finished_runs_and_counts_previews(tmp_path: Path) -> None:
+    flow_grpo, awm, previews = (next(one for one in ALGORITHMS if one.key == key) for key in ("ocr", "awm", "previews"))
+    for one in (flow_grpo, previews):
+        finished(one, 0.5, 1, [0.3, 0.3, 0.3], tmp_path)
+        finished(one, 2.0, 1, [0.4, 0.6, 0.9], tmp_path)
+    place_of(flow_grpo, 2.0, 2, tmp_path).mkdir()  # it has only begun
+    place_of(awm, 1.0, 1, tmp_path).mkdir()
+    results = read_best([1, 2], tmp_path)
     assert {one.key: len(runs) for one, runs in results.items()} == {"ocr": 1, "previews": 1}
-    text = page_part(results, {chosen[0]: {0.5: 0.61, 1.0: 0.72}, chosen[1]: {}})
+    text = page_part(results, {flow_grpo: {0.5: 0.61, 1.0: 0.72}, previews: {}})
     # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.5 is half way through a step, 0.6 its end
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.500 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.500 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text
+    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
+    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text
     assert text.endswith("| Flow-GRPO | 0.610 | 0.720 | – |")
