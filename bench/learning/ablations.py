@@ -25,7 +25,7 @@ from rich.console import Console
 
 from bench.learning.composition import (
     ALGORITHMS,
-    REWARDS,
+    DIRECTORY,
     SCORE,
     Algorithm,
     add_base,
@@ -40,6 +40,7 @@ from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
 from bench.learning.shared import shared_rewards
 from docs.generate.markdown import content, rewrite, table
+from flowfleet.demo.demos import DEMOS
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
 USUAL: Final = lasting(48, 12)
@@ -121,7 +122,7 @@ shipped base had an image_quality of 0.44 on average, with a deviation of 0.16: 
 
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
-    runs: list[Run] = []
+    runs, errors = list[Run](), dict[Run, str]()
     try:
         if options.page is not None:
             for study in options.studies:
@@ -131,12 +132,10 @@ def main() -> int:
             given = (base_of(options), *options.set)
             runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, given)]
             make_first(options, (), console)
+            with shared_rewards(where, DEMOS["composition"].rewards) as sharing:
+                errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
-    errors = dict[Run, str]()
-    if runs:
-        with shared_rewards(where, REWARDS) as sharing:
-            errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -199,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add_options(parser)
     add_base(parser)
-    parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="of the algorithms' runs too")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where the algorithms' runs are")
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose parts learning-composition-STUDY are rewritten")
     return parser

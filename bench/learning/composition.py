@@ -1,27 +1,28 @@
 """Composition: every algorithm on the small world at equal samples, scored by the judge that training never sees.
 
-    nvidia-cuda-mps-control -d    # runs share a GPU, at most 20
+    nvidia-cuda-mps-control -d    # runs share a GPU, at most 16
     python -m bench.learning.composition train --gpus 0,1 --parallel 32 --cores-per-run 1
     python -m bench.learning.composition train --algorithms awm crd --seeds 1 …    some of it
     python -m bench.learning.composition page                                      table and curves of what is there
 
-`train` makes the base and the preferences, and trains each algorithm with three learning rates and one seed, and the
-best of them by its reward with the other seeds too.
+`train` makes the base and the preferences. Each algorithm trains with three learning rates and the first seed, and with
+the other seeds at the rate whose reward was the greatest in the last steps of training; for DPO from pairs, which
+samples nothing, in the last validation.
 
 An algorithm's job is the small world's (`recipes/bases/composition_small.toml`) with what the algorithm's own recipe
-of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many, and
-validated on `small_seen`. Every run makes the same number of pictures, but `previews` makes half of them once more, in
-full, and its figures count both; DPO from pairs reads as many from a data set of the base's own, which took more to
+of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. It
+is validated on `small_seen`. Every run makes the same number of pictures. Previews make half of theirs once more, in
+full, and their figures count both; DPO from pairs reads as many from a data set of the base's own, which took more to
 make. DiffusionOPD learns from the models that AWM and Flow-GRPO of its seed left, each of which teaches half of the
-prompts, and the rewards only watch. ReFL and SRPO follow the gradient of the reward's smooth score, and the reward
-watches. Every run has a fresh stack of its own, but for the rewards, which the runs of a GPU share; a run that is
-there is kept.
+prompts, while the rewards only watch. ReFL and SRPO follow the gradient of the reward's smooth score, and the reward
+watches. Each run starts a stack of its own; runs on a GPU share the rewards. Finished runs are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 import tomllib
@@ -48,6 +49,8 @@ REWARD: Final = "composition"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
+TRAINED: Final = f"critic/rewards/{REWARD}/mean"
+"""The reward's mean over the pictures of a step."""
 TARGETS: Final = (0.5, 0.6)
 SEEDS: Final = (1, 2, 3)
 FIRST_SEED: Final = SEEDS[0]
@@ -124,7 +127,8 @@ def main() -> int:
     if options.what == "train":
         where, begun = places(options), time.monotonic()
         try:
-            listed(errors)  # refuses settings that make no job, before the base takes minutes
+            for run in listed.every():
+                lacking(run)  # refuses settings that make no job, before the base takes minutes
             make_first(options, chosen, console)
             with shared_rewards(where, REWARDS) as sharing:
                 errors = train_all(listed, sharing, options.budget - (time.monotonic() - begun), console)
@@ -133,13 +137,13 @@ def main() -> int:
     results = read_best(options.seeds, options.directory)
     if results:
         text = page_part(results, {one: tried(one, options.directory) for one in ALGORITHMS})
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if options.what == "page":
+        if not results:
+            sys.exit(f"{options.directory} holds no finished run: name another --directory")
         if options.page is not None:
             draw(results, options.page.parent / "images" / PICTURE)
             rewrite(options.page, {PART: text})
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    elif options.what == "page":
-        console.print(f"{options.directory} holds no finished run: name another --directory")
-    if options.what == "page":
         return 0
     runs = listed.every(errors)
     errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
@@ -148,23 +152,25 @@ def main() -> int:
 
 class Listed:
     """What the command is to train, as far as it is known: an algorithm's other seeds follow its first one with every
-    learning rate, and students follow their teachers. Teachers are first, for others wait for them."""
+    learning rate, and students follow their teachers. Teachers come first because students wait for them."""
 
     def __init__(self, options: argparse.Namespace, chosen: Sequence[Algorithm]) -> None:
-        teachers, students = ([one for one in chosen if test(one)] for test in (_teaches, _learns))
-        self._options, self._chosen = options, list(dict.fromkeys([*teachers, *students, *chosen]))
+        self._options = options
+        self._chosen = sorted(chosen, key=lambda one: (one.key not in TEACHERS, not one.teachers))
         self._ready = set[Run]()
 
     def every(self, errors: Mapping[Run, str] = MappingProxyType({})) -> list[Run]:
         """Runs that lack something too. `errors`: of runs that failed, and are waited for no longer. ValueError for
         settings that make no job."""
-        directory, pending = self._options.directory, self._pending(errors)
-        seeds = [seed for seed in self._options.seeds if seed != FIRST_SEED]
+        directory, failed = self._options.directory, {run.directory for run in errors}
+        seeds = dict.fromkeys(seed for seed in self._options.seeds if seed != FIRST_SEED)
         runs = list[Run]()
         for one in self._chosen:
-            runs += tries([one], directory)
-            if one.key not in pending and tried(one, directory):
-                runs += plan([one], seeds, directory)
+            first = tries(one, directory)
+            runs += first
+            factor = best_factor(one, directory)
+            if factor is not None and all(run.is_done or run.directory in failed for run in first):
+                runs += [run_at(one, factor, seed, directory) for seed in seeds]
         given = (base_of(self._options), *self._options.set)
         keeps = bool(self._options.keep_models)
         return [
@@ -172,34 +178,27 @@ class Listed:
         ]
 
     def __call__(self, errors: Mapping[Run, str]) -> list[Run]:
-        pending = self._pending(errors)
-        waiting = {one.key for one in self._chosen if pending & set(one.teachers)}
+        waiting = {one.key for one in self._chosen if not all(map(self._has_best, one.teachers))}
         runs = [run for run in self.every(errors) if key_of(run) not in waiting]
         self._ready |= {run for run in runs if run not in self._ready and not lacking(run)}
         return [run for run in runs if run in self._ready]
 
-    def _pending(self, errors: Mapping[Run, str]) -> set[str]:
-        """Keys of algorithms whose best learning rate is to be known yet."""
-        failed = {run.directory for run in errors}
-        runs = tries(self._chosen, self._options.directory)
-        return {key_of(run) for run in runs if not run.is_done and run.directory not in failed}
+    def _has_best(self, teacher: str) -> bool:
+        """Whether its best learning rate cannot change any more."""
+        return all(run.is_done for run in tries(algorithm_of(teacher), self._options.directory))
 
 
-def _teaches(one: Algorithm) -> bool:
-    return one.key in TEACHERS
-
-
-def _learns(one: Algorithm) -> bool:
-    return bool(one.teachers)
+def algorithm_of(key: str) -> Algorithm:
+    return next(one for one in ALGORITHMS if one.key == key)
 
 
 def place_of(one: Algorithm, factor: float, seed: int, directory: Path) -> Path:
-    """Where a run's results are."""
+    """Folder of a run's results."""
     return directory / f"{one.key}-{factor:g}-{seed}"
 
 
 def key_of(run: Run) -> str:
-    """Its algorithm's."""
+    """Key of the algorithm that a run trains."""
     return run.directory.name.rsplit("-", 2)[0]
 
 
@@ -222,19 +221,13 @@ def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console
         Made(pairs, command, "the preferences", AGAIN).make(say)
 
 
-def tries(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
-    """Every algorithm with each of `FACTORS` and the first seed."""
-    return [_run(one, factor, FIRST_SEED, directory) for one in algorithms for factor in FACTORS]
+def tries(one: Algorithm, directory: Path) -> list[Run]:
+    """An algorithm with each of `FACTORS` and the first seed."""
+    return [run_at(one, factor, FIRST_SEED, directory) for factor in FACTORS]
 
 
-def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
-    """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
-    where none of an algorithm's was tried."""
-    factors = chosen_factors(algorithms, directory)
-    return [_run(one, factor, seed, directory) for seed in seeds for one, factor in factors.items()]
-
-
-def _run(one: Algorithm, factor: float, seed: int, directory: Path) -> Run:
+def run_at(one: Algorithm, factor: float, seed: int, directory: Path) -> Run:
+    """An algorithm at so many times its recipe's learning rate."""
     run = run_of(one, factor, seed, place_of(one, factor, seed, directory), directory)
     return replace(run, changes=(*run.changes, *lasting(STEPS, EVERY)))
 
@@ -256,15 +249,25 @@ def chosen_factors(algorithms: Sequence[Algorithm], directory: Path) -> dict[Alg
 
 
 def best_factor(one: Algorithm, directory: Path) -> float | None:
-    """The factor whose run has the greatest reward in the end; the judge has no say in it. None without runs."""
+    """The factor with the greatest reward in the end; neither the judge nor the held-out prompts have a say in it, but
+    for DPO from pairs. None without runs."""
     found = tried(one, directory)
     return max(found, key=lambda factor: found[factor]) if found else None
 
 
 def tried(one: Algorithm, directory: Path) -> dict[float, float]:
-    """Factor of the learning rate → held-out reward in the end, of the first seed's runs that are there."""
-    files = {factor: place_of(one, factor, FIRST_SEED, directory) / "summary.json" for factor in FACTORS}
-    return {factor: reward_after(json.loads(file.read_text())) for factor, file in files.items() if file.exists()}
+    """Factor of the learning rate → reward in the end, of the first seed's runs that are there."""
+    places = {factor: place_of(one, factor, FIRST_SEED, directory) for factor in FACTORS}
+    return {factor: trained_reward(place) for factor, place in places.items() if (place / "summary.json").exists()}
+
+
+def trained_reward(place: Path) -> float:
+    """Mean reward of the last `EVERY` steps' pictures; of a run without, that of its last validation."""
+    rows = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+    means = {row["step"]: row[TRAINED] for row in rows if row.get(TRAINED) is not None}
+    if not means:
+        return reward_after(json.loads((place / "summary.json").read_text()))
+    return statistics.fmean(means[step] for step in sorted(means)[-EVERY:])
 
 
 def read_best(seeds: Sequence[int], directory: Path) -> dict[Algorithm, list[Result]]:
@@ -281,12 +284,12 @@ def page_part(results: Mapping[Algorithm, Sequence[Result]], rewards: Mapping[Al
     """The picture, the table, and the rewards by learning rate."""
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
-        *("algorithm", "settings of", "seeds", "learning rate"),
+        *("algorithm", "settings of", "seeds", "learning rate, of so many"),
         *("judge before", "after", "gain", "at least", "highest on the way", "reward after"),
         *(f"pictures to {target}" for target in TARGETS),
         *(f"seconds to {TARGETS[0]}", "edges", "colors"),
     )
-    runs = table(header, [_row(one, runs) for one, runs in results.items()])
+    runs = table(header, [_row(one, runs, len(rewards[one])) for one, runs in results.items()])
     rates = table(
         ("algorithm", *(f"reward at {factor:g} × the learning rate" for factor in FACTORS)),
         [
@@ -306,13 +309,13 @@ def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
     learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[0], y_label="the judge's mean score")
 
 
-def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
+def _row(one: Algorithm, runs: Sequence[Result], num_rates: int) -> list[str]:
     rates = {run.settings["trainer"]["optimizer"]["lr"] for run in runs}
     return [
         one.title,
         link(one.recipe),
         str(len(runs)),
-        ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
+        f"{', '.join(f'{rate:.1e}' for rate in sorted(rates)) or NONE}, of {num_rates}",
         *judged(runs),
         spread([max(point.reward for point in run.points) for run in runs], ".3f"),
         spread([reward_after(run.summary) for run in runs], ".3f"),
@@ -365,7 +368,7 @@ def _data(one: Algorithm, seed: int, others: Path) -> dict[str, Any]:
 
 def _taught(key: str, seed: int, others: Path) -> Path:
     """What a teacher of this seed left, at its best learning rate."""
-    (teacher,) = (one for one in ALGORITHMS if one.key == key)
+    teacher = algorithm_of(key)
     return place_of(teacher, best_factor(teacher, others) or 1.0, seed, others) / "model"
 
 
@@ -394,7 +397,7 @@ def _parser() -> argparse.ArgumentParser:
     add_base(parser)
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
-    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="that `page` rewrites (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
     return parser
 

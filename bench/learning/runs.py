@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from flowfleet.demo.run import run_demo
 from flowfleet.local.rewards import parse_reward
+from flowfleet.process.service import end_with_parent
 
 CORES_PER_RUN = 2
 LAST_START_S = 200.0
@@ -109,9 +110,10 @@ def train_all(
                 return errors
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run, place = running.pop(future)
-                free.append(place)
                 if (error := future.result()) is not None:
                     errors[run] = error
+                    place = replace(place, rewards=())  # one of them may be why: the next run starts its own
+                free.append(place)
 
 
 def _train_and_tell(run: Run, place: Place, console: Console) -> str | None:
@@ -141,6 +143,7 @@ def _train_in_process(run: Run, place: Place) -> str | None:
                 stdout=log,
                 stderr=log,
                 timeout=RUN_LIMIT_S,
+                preexec_fn=end_with_parent,
             ).returncode
         except subprocess.TimeoutExpired:
             return f"not done after {RUN_LIMIT_S:.0f} s; its output is {run.log}"
@@ -186,10 +189,10 @@ def train_here(run: Run, cores: Sequence[int]) -> None:
 
 
 def environment_of(place: Place) -> dict[str, str]:
-    """Environment of a process there."""
+    """Environment for processes at a place."""
     return {**os.environ, "OMP_NUM_THREADS": str(len(place.cores)), "CUDA_VISIBLE_DEVICES": place.gpu}
 
 
 def tail(path: Path) -> Iterator[str]:
-    """Its last lines."""
+    """Yields the last lines of a log."""
     yield from path.read_text(errors="replace").splitlines()[-TAIL_LINES:]

@@ -1,11 +1,10 @@
-"""Rewards that the runs of a GPU share. A run's own would be three of its five processes there, and MPS takes 48 a GPU;
-they start once, too."""
+"""Reward services that runs on one GPU share. A run's own would be three of its five processes there, and MPS allows
+48 a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from bench.learning.runs import Place, environment_of, tail
 from flowfleet.local.rewards import parse_reward
+from flowfleet.process.service import end_with_parent
 
 RUNS_PER_SERVICE = 8
 """A service is busy for a tenth of a run's step."""
@@ -27,7 +27,6 @@ POLL_S = 0.2
 def shared_rewards(where: Sequence[Place], rewards: Sequence[str]) -> Iterator[list[Place]]:
     """The places with the addresses of `rewards` (as `flowfleet up --reward` takes them), which end with the block.
     Places without a GPU come back as they are: their runs start their own. ValueError where a reward does not start."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that services end too
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flowfleet-rewards-")))
         services: dict[Place, list[_Service]] = {}
@@ -35,9 +34,10 @@ def shared_rewards(where: Sequence[Place], rewards: Sequence[str]) -> Iterator[l
             ones = [place for place in where if place.gpu == gpu]
             for first in range(0, len(ones), RUNS_PER_SERVICE):
                 users = ones[first : first + RUNS_PER_SERVICE]
-                started = [_Service(reward, users, folder / f"{gpu}-{first}") for reward in rewards]
-                for service in started:
-                    stack.callback(service.end)
+                started = list[_Service]()
+                for reward in rewards:
+                    started.append(_Service(reward, users, folder / f"{gpu}-{first}"))
+                    stack.callback(started[-1].end)
                 services |= dict.fromkeys(users, started)
         yield [replace(place, rewards=tuple(one.as_reward() for one in services.get(place, ()))) for place in where]
 
@@ -63,6 +63,11 @@ class _Service:
             command += ["--settings", str(about.settings_file)]
         command += [part for setting in about.settings for part in ("--set", setting)]
         cores = {core for place in users for core in place.cores}
+
+        def begin() -> None:
+            end_with_parent()
+            os.sched_setaffinity(0, cores)
+
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -70,7 +75,7 @@ class _Service:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                preexec_fn=begin,
             )
 
     def as_reward(self) -> str:
@@ -79,7 +84,7 @@ class _Service:
         while not self._port.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 log = "\n".join(tail(self._log))
-                raise ValueError(f"the reward {self._name} does not start; the end of its log:\n{log}")
+                raise ValueError(f"the reward {self._name} failed to start; the end of its log:\n{log}")
             time.sleep(POLL_S)
         return f"{self._name}={self._port.read_text().strip()}"
 

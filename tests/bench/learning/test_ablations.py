@@ -25,6 +25,7 @@ def tried(directory: Path) -> None:
         folder = directory / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+        (folder / "metrics.jsonl").write_text("")
 
 
 def jobs(study: str, directory: Path) -> dict[str, JobSpec]:

@@ -16,6 +16,7 @@ from bench.learning import composition
 from bench.learning.composition import (
     ALGORITHMS,
     BATCH,
+    EVERY,
     FACTORS,
     FIRST_SEED,
     JUDGE,
@@ -24,15 +25,18 @@ from bench.learning.composition import (
     SAMPLES,
     SCORE,
     STEPS,
+    TRAINED,
     Algorithm,
     Listed,
     best_factor,
+    chosen_factors,
     make_first,
     page_part,
     place_of,
-    plan,
     read_best,
     reward_after,
+    run_at,
+    tried,
     tries,
 )
 from bench.learning.jobs import SMOOTH, WINDOW, as_changes, lacking, own_settings
@@ -52,16 +56,33 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+def leave(place: Path, reward: float) -> None:
+    """What a run leaves that sampled nothing, with its held-out reward."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+    (place / "metrics.jsonl").write_text("")
+
+
 def try_all(directory: Path) -> None:
     for one in ALGORITHMS:
         for factor, reward in zip(FACTORS, PARTIAL, strict=True):
-            place = place_of(one, factor, FIRST_SEED, directory)
-            place.mkdir(parents=True)
-            (place / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+            leave(place_of(one, factor, FIRST_SEED, directory), reward)
+
+
+def all_tries(directory: Path) -> list[Run]:
+    return [run for one in ALGORITHMS for run in tries(one, directory)]
+
+
+def all_best(seeds: Sequence[int], directory: Path) -> list[Run]:
+    return [
+        run_at(one, factor, seed, directory)
+        for seed in seeds
+        for one, factor in chosen_factors(ALGORITHMS, directory).items()
+    ]
 
 
 def the_run(name: str, directory: Path) -> Run:
-    return next(run for run in tries(ALGORITHMS, directory) if run.directory.name == name)
+    return next(run for run in all_tries(directory) if run.directory.name == name)
 
 
 def spec_of(run: Run) -> JobSpec:
@@ -70,7 +91,7 @@ def spec_of(run: Run) -> JobSpec:
 
 def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
     try_all(tmp_path)
-    runs = [*tries(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [2], tmp_path)]
+    runs = [*all_tries(tmp_path), *all_best([2], tmp_path)]
     specs = {run.directory: spec_of(run) for run in runs}
     assert len(specs) == 4 * len(ALGORITHMS)
     assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {(SAMPLES, STEPS)}
@@ -136,16 +157,20 @@ def test_losses_on_gradients_follow_the_smooth_score_while_the_reward_watches(ke
     assert reward_after({"held_out_reward_after": 0.9, "watched": {JUDGE: {"after": 0.3}}}) == 0.9
 
 
-def test_the_reward_chooses_the_learning_rate(tmp_path: Path) -> None:
+def test_the_reward_of_training_chooses_the_learning_rate(tmp_path: Path) -> None:
     one = ALGORITHMS[0]
     assert best_factor(one, tmp_path) is None
     with pytest.raises(ValueError, match=rf"composition train --algorithms ocr --seeds 1 --directory {tmp_path}`"):
-        plan([one], [1], tmp_path)
+        chosen_factors([one], tmp_path)
     try_all(tmp_path)
-    assert best_factor(one, tmp_path) == FACTORS[1]
-    runs = plan(ALGORITHMS, [1, 2], tmp_path)
-    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    assert set(runs) & set(tries(ALGORITHMS, tmp_path)) == {run for run in runs if run.seed == FIRST_SEED}
+    assert best_factor(one, tmp_path) == FACTORS[1], "of runs without pictures the held-out one"
+    for factor, early, late in zip(FACTORS, (0.9, 0.1, 0.1), (0.2, 0.4, 0.6), strict=True):
+        rows = [{"step": step, TRAINED: early if step < 20 else late} for step in (*range(20 + EVERY), 20 + EVERY)]
+        rows[-1][TRAINED] = None  # the last validation's row has no pictures
+        (place_of(one, factor, 1, tmp_path) / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert tried(one, tmp_path) == pytest.approx({0.5: 0.2, 1.0: 0.4, 2.0: 0.6})
+    assert best_factor(one, tmp_path) == 2.0
+    assert all_best([1], tmp_path)[0] in tries(one, tmp_path), "the first seed's run is one of the table"
 
 
 def test_settings_survive_the_command_line() -> None:
@@ -157,7 +182,7 @@ def test_settings_survive_the_command_line() -> None:
 
 def test_each_teacher_has_half_of_the_prompts(tmp_path: Path) -> None:
     try_all(tmp_path)
-    runs = {run.directory.name: run for run in plan(ALGORITHMS, [1, 2], tmp_path)}
+    runs = {run.directory.name: run for run in all_best([1, 2], tmp_path)}
     spec = spec_of(runs["diffusion_opd-1-2"])
     taught = {part.sources: part.adapter for part in spec.algorithm.teachers.values()}
     assert taught == {(key,): f"{tmp_path}/{key}-1-2/model" for key in ("awm", "ocr")}
@@ -167,12 +192,12 @@ def test_each_teacher_has_half_of_the_prompts(tmp_path: Path) -> None:
 
 
 def test_what_an_algorithm_needs_first_is_named_with_its_command(tmp_path: Path) -> None:
-    runs = {run.directory.name: run for run in tries(ALGORITHMS, tmp_path)}
+    runs = {run.directory.name: run for run in all_tries(tmp_path)}
     assert {run.directory.name for run in runs.values() if lacking(run)} == {
         f"{key}-{factor:g}-1" for key in ("dpo", "diffusion_opd") for factor in FACTORS
     }
     (tmp_path / "awm-1-1" / "model").mkdir(parents=True)
-    (tmp_path / "awm-1-1" / "summary.json").write_text(json.dumps({"held_out_reward_after": 0.5}))
+    leave(tmp_path / "awm-1-1", 0.5)
     assert lacking(runs["diffusion_opd-1-1"]).endswith(
         f"composition train --algorithms ocr --seeds 1 --directory {tmp_path}`"
     )
@@ -225,7 +250,7 @@ def test_settings_that_make_no_job_are_named_without_a_traceback(tmp_path: Path)
 
 
 def test_a_page_shows_every_algorithm(tmp_path: Path) -> None:
-    assert f"{tmp_path} holds no finished run" in command("page", "--no-page", "--directory", str(tmp_path)).stdout
+    assert f"{tmp_path} holds no finished run" in command("page", "--no-page", "--directory", str(tmp_path)).stderr
     for one in ALGORITHMS[:2]:
         finished(one, 1.0, 1, [0.4, 0.9], tmp_path)
     done = command("page", "--no-page", "--seeds", "1", "--algorithms", "awm", "--directory", str(tmp_path))
@@ -240,9 +265,7 @@ def options_of(*arguments: str) -> Namespace:
 def end(runs: Sequence[Run]) -> set[str]:
     """Leaves what they would, with the greatest reward at the recipe's own rate; their names."""
     for run in runs:
-        run.directory.mkdir(parents=True, exist_ok=True)
-        reward = 0.6 if run.directory.name.split("-")[1] == "1" else 0.5
-        (run.directory / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
+        leave(run.directory, 0.6 if run.directory.name.split("-")[1] == "1" else 0.5)
         if run.keeps_model:
             (run.directory / "model").mkdir()
     return {run.directory.name for run in runs}
@@ -275,6 +298,10 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, monkeypatch: 
     mistaken = ["train", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1"]
     monkeypatch.setattr(sys, "argv", ["composition", *mistaken])
     with pytest.raises(SystemExit, match=r"trainer\.lor: unknown setting"):
+        composition.main()
+    of_students = [*mistaken[:-1], 'trainer.mode="full"', "--algorithms", "ocr", "awm", "diffusion_opd"]
+    monkeypatch.setattr(sys, "argv", ["composition", *of_students])
+    with pytest.raises(SystemExit, match="diffusion_opd compares adapters"):
         composition.main()
 
 
@@ -338,6 +365,7 @@ def test_the_table_is_of_the_best_rates_finished_runs_and_counts_previews(tmp_pa
     results = read_best([1, 2], tmp_path)
     assert {one.key: len(runs) for one, runs in results.items()} == {"ocr": 1, "previews": 1}
     text = page_part(results, {flow_grpo: {0.5: 0.61, 1.0: 0.72}, previews: {}})
+    assert "| 6.0e-04, of 2 |" in text
     # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.5 is half way through a step, 0.6 its end
     assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
     assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text

@@ -1,12 +1,14 @@
 """Rewards that the runs of a GPU share, as real services."""
 
+import math
 import os
 import socket
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from bench.learning.runs import Place, Run, _train_in_process
+from bench.learning.runs import Place, Run, _train_in_process, train_all
 from bench.learning.shared import RUNS_PER_SERVICE, shared_rewards
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
@@ -19,8 +21,8 @@ def answers(reward: str) -> bool:
 
 
 def test_runs_of_a_gpu_share_services_that_end_with_the_block() -> None:
-    where = [Place(CORES, gpu) for gpu in ("", *(["0"] * (RUNS_PER_SERVICE + 1)))]
-    where = [Place((CORES[0],), place.gpu, (f"was={number}",)) for number, place in enumerate(where)]
+    gpus = ("", *["0"] * (RUNS_PER_SERVICE + 1))
+    where = [Place((CORES[0],), gpu, (f"was={number}",)) for number, gpu in enumerate(gpus)]  # places differ
     with shared_rewards(where, ["small=jpeg_compressibility"]) as shared:
         assert [place.gpu for place in shared] == [place.gpu for place in where], "in the same order"
         on_cpu, *others = shared
@@ -35,10 +37,23 @@ def test_a_reward_that_does_not_start_is_named_with_its_log(tmp_path: Path) -> N
     settings = tmp_path / "reward.toml"
     settings.write_text('name = "mine"\nfunction = "no.such.module:score"\n')
     with (
-        pytest.raises(ValueError, match=r"(?s)the reward mine does not start; the end of its log:.*no\.such"),
+        pytest.raises(ValueError, match=r"(?s)the reward mine failed to start; the end of its log:.*no\.such"),
         shared_rewards([Place((CORES[0],), "0")], [f"mine={settings}"]),
     ):
         pass
+
+
+def test_after_a_failure_the_next_run_there_starts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, seen = [Run("tiny_ocr", seed, tmp_path / str(seed)) for seed in (1, 2)], list[tuple[str, ...]]()
+
+    def train(run: Run, place: Place) -> str | None:
+        seen.append(place.rewards)
+        return "it broke" if run.seed == 1 else None
+
+    monkeypatch.setattr("bench.learning.runs._train_in_process", train)
+    where = [Place((0,), "0", ("mine=127.0.0.1:9",))]
+    assert train_all(lambda _: runs, where, math.inf, Console(quiet=True)) == {runs[0]: "it broke"}
+    assert seen == [("mine=127.0.0.1:9",), ()]
 
 
 def test_a_run_takes_the_rewards_of_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
