@@ -4,9 +4,12 @@
     python -m recipes.composition.judges.labels sheets PICTURES --output LABELS --count 200
     python -m recipes.composition.judges.labels agree PICTURES --labels LABELS/labels.csv
 
-PICTURES is a folder of 0.png, 1.png, … and prompts.jsonl, a line of a prompt file for each. Sheets show each picture
-with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no under `shown`: does
-the picture show all that the prompt says?
+PICTURES is a folder of pictures.png, tiles in rows, and prompts.jsonl, a line of a prompt file for each. Sheets show
+each picture with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no under
+`shown`: does the picture show all that the prompt says?
+
+`labeled` holds a developer's labels of 81 pictures of each of three models. He knew neither which model had painted a
+picture nor what a judge said of it; labels of styles are left out, for he could not tell them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from recipes.composition.judges.findings import answer
 from recipes.composition.judges.service import look
 from recipes.composition.make_prompts import read_lines
 
-PROMPTS = "prompts.jsonl"
+PROMPTS, TILES = "prompts.jsonl", "pictures.png"
+TILES_A_ROW = 16
 COLUMNS, ROWS = 7, 4
 SHOWN_EDGE = 192
 LINE_HEIGHT = 13
@@ -41,15 +45,29 @@ def save(folder: Path, pictures: torch.Tensor, lines: Sequence[Mapping[str, Any]
     """Write pictures (N, 3, S, S) from 0 to 1, and the lines of prompts that they were painted for."""
     folder.mkdir(parents=True, exist_ok=True)
     pixels = (pictures.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
+    edge = pixels.shape[1]
+    tiles = Image.new("RGB", (TILES_A_ROW * edge, -(-len(pixels) // TILES_A_ROW) * edge))
     for number, picture in enumerate(pixels):
-        Image.fromarray(picture).save(folder / f"{number}.png")
+        tiles.paste(Image.fromarray(picture), _corner(number, edge))
+    tiles.save(folder / TILES)
     (folder / PROMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read(folder: Path, numbers: Sequence[int]) -> torch.Tensor:
     """Pictures (N, 3, S, S) float32 from 0 to 1 of these numbers."""
-    pixels = np.stack([np.asarray(Image.open(folder / f"{number}.png").convert("RGB")) for number in numbers])
+    pixels = np.stack([np.asarray(picture) for picture in _cut(folder, numbers)])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+def _cut(folder: Path, numbers: Sequence[int]) -> list[Image.Image]:
+    tiles = Image.open(folder / TILES).convert("RGB")
+    edge = tiles.width // TILES_A_ROW
+    corners = [_corner(number, edge) for number in numbers]
+    return [tiles.crop((left, top, left + edge, top + edge)) for left, top in corners]
+
+
+def _corner(number: int, edge: int) -> tuple[int, int]:
+    return number % TILES_A_ROW * edge, number // TILES_A_ROW * edge
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[int]:
@@ -107,9 +125,8 @@ def _sheet(folder: Path, numbers: Sequence[int], lines: Sequence[Mapping[str, An
     height = SHOWN_EDGE + 3 * LINE_HEIGHT + 4
     sheet = Image.new("RGB", (COLUMNS * (SHOWN_EDGE + 4), ROWS * height), "white")
     canvas, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
-    for place, number in enumerate(numbers):
+    for place, (number, picture) in enumerate(zip(numbers, _cut(folder, numbers), strict=True)):
         left, top = place % COLUMNS * (SHOWN_EDGE + 4), place // COLUMNS * height
-        picture = Image.open(folder / f"{number}.png").convert("RGB")
         sheet.paste(picture.resize((SHOWN_EDGE, SHOWN_EDGE), Image.Resampling.BICUBIC), (left, top))
         for row, text in enumerate(_wrapped(f"{number}: {lines[number]['prompt']}")):
             canvas.text((left + 1, top + SHOWN_EDGE + row * LINE_HEIGHT), text, fill="black", font=font)

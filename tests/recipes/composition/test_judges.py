@@ -27,6 +27,7 @@ from recipes.composition.judges.pixels import BINS, count_shades, shade_of, vote
 from recipes.composition.judges.reward import FILLED, THRESHOLD, RewardJudge
 from recipes.composition.judges.train_heldout import bend
 from recipes.composition.judges.train_reward import _frames, melt
+from recipes.composition.make_prompts import read_lines
 from recipes.composition.render import coverage, render
 from recipes.composition.scenes import World, draw
 from services.reward import scorers
@@ -424,3 +425,14 @@ def test_a_service_without_its_judge_says_how_it_is_made(tmp_path: Path, monkeyp
         service.judge_of("heldout", 128)
     with pytest.raises(ValueError, match=r"train_heldout --world small --output .*heldout-64.safetensors"):
         service.heldout.start()
+
+
+@pytest.mark.parametrize(("painter", "least"), [("base", 0.82), ("awm", 0.80), ("flow_grpo", 0.73)])
+def test_the_held_out_judge_agrees_with_the_labels_that_are_kept(painter: str, least: float) -> None:
+    folder = Path(labels.__file__).parent / "labeled" / painter
+    shown, lines = labels.read_labels(folder / "labels.csv"), read_lines(folder / labels.PROMPTS)
+    found = service.look("heldout", labels.read(folder, list(shown)))
+    said = [answer(one, lines[number]["metadata"])["correct"] for number, one in zip(shown, found, strict=True)]
+    agreed = [verdict == label for verdict, label in zip(said, shown.values(), strict=True)]
+    assert len(agreed) == 81
+    assert sum(agreed) / 81 >= least
