@@ -128,7 +128,7 @@ def main() -> int:
         where, begun = places(options), time.monotonic()
         try:
             for run in listed.every():
-                lacking(run)  # refuses settings that make no job, before the base takes minutes
+                listed.lacking(run)  # refuses settings that make no job, before the base takes minutes
             make_first(options, chosen, console)
             with shared_rewards(where, REWARDS) as sharing:
                 errors = train_all(listed, sharing, options.budget - (time.monotonic() - begun), console)
@@ -146,7 +146,7 @@ def main() -> int:
             rewrite(options.page, {PART: text})
         return 0
     runs = listed.every(errors)
-    errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
+    errors |= {run: f"not started: {lack}" for run in runs if run not in errors and (lack := listed.lacking(run))}
     return report(runs, errors, console)
 
 
@@ -178,10 +178,18 @@ class Listed:
         ]
 
     def __call__(self, errors: Mapping[Run, str]) -> list[Run]:
-        waiting = {one.key for one in self._chosen if not all(map(self._has_best, one.teachers))}
-        runs = [run for run in self.every(errors) if key_of(run) not in waiting]
-        self._ready |= {run for run in runs if run not in self._ready and not lacking(run)}
+        runs = self.every(errors)
+        self._ready |= {run for run in runs if run not in self._ready and not self.lacking(run)}
         return [run for run in runs if run in self._ready]
+
+    def lacking(self, run: Run) -> str:
+        """What a run has to wait for, with the command that makes it; empty where nothing is missing."""
+        late = [one for one in algorithm_of(key_of(run)).teachers if not self._has_best(one)]
+        lack = lacking(run)
+        if lack or run.is_done or not late:
+            return lack
+        command = f"`{TRAIN} --algorithms {' '.join(late)} --seeds {FIRST_SEED} --directory {self._options.directory}`"
+        return f"not every learning rate of its teachers {' and '.join(late)} is tried: first run {command}"
 
     def _has_best(self, teacher: str) -> bool:
         """Whether its best learning rate cannot change any more."""
@@ -284,14 +292,14 @@ def page_part(results: Mapping[Algorithm, Sequence[Result]], rewards: Mapping[Al
     """The picture, the table, and the rewards by learning rate."""
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
-        *("algorithm", "settings of", "seeds", "learning rate, of so many"),
+        *("algorithm", "settings of", "seeds", "learning rate, of so many tried"),
         *("judge before", "after", "gain", "at least", "highest on the way", "reward after"),
         *(f"pictures to {target}" for target in TARGETS),
         *(f"seconds to {TARGETS[0]}", "edges", "colors"),
     )
     runs = table(header, [_row(one, runs, len(rewards[one])) for one, runs in results.items()])
     rates = table(
-        ("algorithm", *(f"reward at {factor:g} × the learning rate" for factor in FACTORS)),
+        ("reward in training's last steps", *(f"at {factor:g} × the recipe's learning rate" for factor in FACTORS)),
         [
             (one.title, *(f"{found[factor]:.3f}" if factor in found else NONE for factor in FACTORS))
             for one, found in rewards.items()

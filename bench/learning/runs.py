@@ -112,7 +112,7 @@ def train_all(
                 run, place = running.pop(future)
                 if (error := future.result()) is not None:
                     errors[run] = error
-                    place = replace(place, rewards=())  # one of them may be why: the next run starts its own
+                    place = replace(place, rewards=())  # one of them may be why: later runs start their own
                 free.append(place)
 
 

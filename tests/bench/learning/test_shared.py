@@ -43,8 +43,8 @@ def test_a_reward_that_does_not_start_is_named_with_its_log(tmp_path: Path) -> N
         pass
 
 
-def test_after_a_failure_the_next_run_there_starts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, seen = [Run("tiny_ocr", seed, tmp_path / str(seed)) for seed in (1, 2)], list[tuple[str, ...]]()
+def test_after_a_failure_later_runs_there_start_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, seen = [Run("tiny_ocr", seed, tmp_path / str(seed)) for seed in (1, 2, 3)], list[tuple[str, ...]]()
 
     def train(run: Run, place: Place) -> str | None:
         seen.append(place.rewards)
@@ -53,7 +53,7 @@ def test_after_a_failure_the_next_run_there_starts_its_own(tmp_path: Path, monke
     monkeypatch.setattr("bench.learning.runs._train_in_process", train)
     where = [Place((0,), "0", ("mine=127.0.0.1:9",))]
     assert train_all(lambda _: runs, where, math.inf, Console(quiet=True)) == {runs[0]: "it broke"}
-    assert seen == [("mine=127.0.0.1:9",), ()]
+    assert seen == [("mine=127.0.0.1:9",), (), ()]
 
 
 def test_a_run_takes_the_rewards_of_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
