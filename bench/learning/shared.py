@@ -48,17 +48,9 @@ class _Service:
     def __init__(self, reward: str, users: Sequence[Place], files: Path) -> None:
         about = parse_reward(reward)
         self._name = about.name
-        self._port, log = (files.with_name(f"{files.name}-{about.name}.{end}") for end in ("port", "log"))
-        self._log = log
-        command = [
-            sys.executable,
-            "-m",
-            "services.reward",
-            "--scorer",
-            str(about.scorer),
-            "--port-file",
-            str(self._port),
-        ]
+        self._port, self._log = (files.with_name(f"{files.name}-{about.name}.{end}") for end in ("port", "log"))
+        command = [sys.executable, "-m", "services.reward", "--scorer", str(about.scorer)]
+        command += ["--port-file", str(self._port)]
         if about.settings_file is not None:
             command += ["--settings", str(about.settings_file)]
         command += [part for setting in about.settings for part in ("--set", setting)]
