@@ -19,6 +19,7 @@ pytestmark = pytest.mark.long
 
 STEPS, SAMPLES = 4, 24
 ONLY = {"trainer.samples": "only", "trainer.world_size": 2, "schedule.steps": STEPS, "schedule.save_every": 3}
+IDLE = {"trainer.samples": "idle", "rollout.batch_size": 6, "schedule.steps": STEPS}
 NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 
 
@@ -58,7 +59,7 @@ def is_at(client: Client, job: Job, step: int) -> bool:
 
 def test_an_idle_trainer_samples_beside_rollouts(make_fleet: Callable[..., Any], small_job: MakeJob) -> None:
     with make_fleet() as fleet:
-        job = fleet.client.submit(small_job(**{"trainer.samples": "idle", "schedule.steps": STEPS}))
+        job = fleet.client.submit(small_job(**IDLE))
         made: dict[str, int] = {}
 
         def both() -> bool:

@@ -50,6 +50,11 @@ class RolloutPool:
     def live(self) -> list[Replica]:
         return [replica for name in self._names for replica in self._watch.fleet.live(name)]
 
+    def in_turn(self) -> list[list[Replica]]:
+        """Live replicas in the order in which they take a new version. The trainer's ranks come last: what they sample
+        was put off by the update, and rollouts would wait for it."""
+        return [live for name in self._names if (live := self._watch.fleet.live(name))]
+
     def behind(self, version: int, *, evaluated: bool) -> list[Replica]:
         """Live replicas that do not serve the job's version."""
         fleet, job_id = self._watch.fleet, self._job_id

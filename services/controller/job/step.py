@@ -195,25 +195,33 @@ class TrainingStep:
         await job.emit(trained, also=hold)
 
     async def publish(self, version: int, evaluated: bool) -> None:
-        """Give every live replica the new weights; each verifies them before it serves them."""
+        """Give every live replica the new weights; each verifies them before it serves them. Rollouts sample with them
+        while the trainer's own ranks still finish a batch."""
         job, spec = self.job, self.job.spec
-        live = job.pool.live()
-        if not live:
+        turns = job.pool.in_turn()
+        if not turns:
             raise NotYet(job.pool.nobody_there())
-        if spec.trainer.deterministic and spec.loss.kind == "policy" and (split := _split(live)):
+        if spec.trainer.deterministic and spec.loss.kind == "policy" and (split := _split(job.pool.live())):
             await self.pause(split)
             return
-        started = time.monotonic()
-        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
-        request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
+        started, responses = time.monotonic(), list[trainer_pb2.PublishWeightsResponse]()
         with job.pool.updating():
-            response = await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s)
-            job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
-            await job.pool.refresh()
-        job.reports.published(response, time.monotonic() - started)
-        if not any(result.ok for result in response.results):
-            raise NotYet(f"no replica received version {version}: {response.results[0].error}")
-        await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
+            for replicas in turns:
+                request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
+                request.replicas.extend(
+                    trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in replicas
+                )
+                response = await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s)
+                responses.append(response)
+                job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
+                await job.pool.refresh()
+                job.reports.published(responses, time.monotonic() - started)
+                if any(result.ok for result in response.results):
+                    digest = response.weights_digest
+                    await job.emit(ev.Published(version=version, evaluated=evaluated, digest=digest))
+        results = [result for response in responses for result in response.results]
+        if not any(result.ok for result in results):
+            raise NotYet(f"no replica received version {version}: {results[0].error}")
 
     async def checkpoint(self, version: int) -> None:
         """Save the trainer, and release the blobs of steps that all of the newest checkpoints cover."""

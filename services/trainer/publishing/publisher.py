@@ -70,8 +70,8 @@ class Publisher:
                         )
                         by_blob, found = True, await _answering(found, failed)
                         published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
-            if own:
-                failed |= await self._give_adapter(job, own, shared, shared=rollout_pb2.Shared())
+                if own:  # Inside the turn: what is shared must stay the version's until they have it
+                    failed |= await self._give_adapter(job, own, shared, shared=rollout_pb2.Shared())
             if by_blob:
                 assert published is not None, "rank 0 has it"
                 failed |= await self._give_adapter(job, found, published, adapter=published.adapter)

@@ -74,12 +74,13 @@ class Reports:
         await self._job.store.put_samples(self._job.job_id, [_sample_record(*row) for row in rows])
         await self._shadows.offer(samples, prompts, verdicts)
 
-    def published(self, response: trainer_pb2.PublishWeightsResponse, seconds: float) -> None:
+    def published(self, responses: Sequence[trainer_pb2.PublishWeightsResponse], seconds: float) -> None:
+        """What a version's replicas took, in `seconds` since the first was asked."""
         self._publish = {
             "timing_s/update_weights": seconds,
-            "timing_s/drain": response.drain_seconds,
-            "timing_s/transfer": response.update_seconds,
-            "perf/published_bytes": float(response.bytes),
+            "timing_s/drain": max(response.drain_seconds for response in responses),
+            "timing_s/transfer": sum(response.update_seconds for response in responses),
+            "perf/published_bytes": float(max(response.bytes for response in responses)),
         }
 
     async def best_before(self, version: int) -> list[int]:

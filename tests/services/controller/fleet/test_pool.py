@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flowfleet.data.replicas import ReplicaDirectory
 from flowfleet.job.spec import parse_job
 from flowfleet.redis.client import connect
 from services.controller.fleet.pool import RolloutPool
@@ -74,3 +75,30 @@ async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step_or
         assert seen
         assert all(jobs == {job.id} for jobs in seen)
         assert not running.runner._fleet.fleet.updating
+
+
+@pytest.mark.anyio
+async def test_rollouts_sample_with_a_version_while_a_rank_of_the_trainer_still_waits_for_it(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, done = list[tuple[int, list[str]]](), ScriptedTrainer.PublishWeights
+
+    async def slow_for_ranks(self: ScriptedTrainer, request: Any, context: Any) -> Any:
+        replicas = [replica.replica_id for replica in request.replicas]
+        order.append((request.version, replicas))
+        while "rank" in replicas and request.version < 2 and not asked_for(self, request.version):
+            await asyncio.sleep(0.01)
+        return await done(self, request, context)
+
+    def asked_for(trainer: ScriptedTrainer, version: int) -> bool:
+        return any(request.policy_version == version for request in trainer.rollout.requests)
+
+    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", slow_for_ranks)
+    rewards = {"ocr": ScriptedReward(lambda sample: len(sample.prompt))}
+    async with scripted_fleet(redis_url, tmp_path / "state", rewards) as running:
+        rank = record("rank", address=running.rollout.address, pool="default.trainer", state="updating", job_id="")
+        await ReplicaDirectory(running.redis).put(rank)
+        await running.runner._fleet.refresh()
+        job = await asyncio.wait_for(running.run(job_of(tmp_path, "idle")), 60)
+    assert job.status == "succeeded"
+    assert order[:4] == [(0, ["r0"]), (0, ["rank"]), (1, ["r0"]), (1, ["rank"])]
