@@ -79,7 +79,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for prompts, size in ((36, 4), (24, 6), (12, 12), (6, 24))
     ],
     "window": [
-        *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 7)),
+        *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 6)),
         Line("moving 2", ('rollout.window.strategy="random"', "rollout.window.size=2")),
     ],
     "resolution": [

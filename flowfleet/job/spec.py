@@ -732,7 +732,7 @@ class JobSpec(Part):
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Pools whose replicas sample for the job."""
+        """Pools whose replicas sample for the job, the trainer's own last."""
         rollouts, own = self.rollout.pool, self.trainer_pool
         return {"no": (rollouts,), "idle": (rollouts, own), "only": (own,)}[self.trainer.samples]
 

@@ -19,7 +19,13 @@ pytestmark = pytest.mark.long
 
 STEPS, SAMPLES = 4, 24
 ONLY = {"trainer.samples": "only", "trainer.world_size": 2, "schedule.steps": STEPS, "schedule.save_every": 3}
-IDLE = {"trainer.samples": "idle", "rollout.batch_size": 6, "schedule.steps": STEPS}
+IDLE = {
+    "trainer.samples": "idle",
+    "trainer.deterministic": False,
+    "rollout.batch_size": 6,
+    "schedule.steps": STEPS,
+    "schedule.max_staleness": 1,
+}
 NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 
 

@@ -50,9 +50,9 @@ class RolloutPool:
     def live(self) -> list[Replica]:
         return [replica for name in self._names for replica in self._watch.fleet.live(name)]
 
-    def in_turn(self) -> list[list[Replica]]:
-        """Live replicas in the order in which they take a new version. The trainer's ranks come last: what they sample
-        was put off by the update, and rollouts would wait for it."""
+    def rollouts_first(self) -> list[list[Replica]]:
+        """Live replicas by pool, in the order in which they take a version: an update puts off what the trainer's ranks
+        sample, and rollouts do not wait for that."""
         return [live for name in self._names if (live := self._watch.fleet.live(name))]
 
     def behind(self, version: int, *, evaluated: bool) -> list[Replica]:

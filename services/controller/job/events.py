@@ -119,7 +119,7 @@ class Trained(_Event):
 
 
 class Published(_Event):
-    """Every live replica verified a version."""
+    """Replicas verified a version: rollouts, then the trainer's own ranks where these sample as well."""
 
     kind: Literal["published"] = "published"
     version: int

@@ -66,6 +66,7 @@ class TrainingStep:
     def __init__(self, job: JobContext) -> None:
         self.job = job
         self._validation, self._previews = Validation(job), Previews(job)
+        self._updating = asyncio.Lock()
 
     async def run(self, command: Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
@@ -89,7 +90,8 @@ class TrainingStep:
             case ComputeAdvantages(step):
                 await self.advantages(step)
             case TrainStep(step):
-                await self.train(step)
+                async with self._updating:
+                    await self.train(step)
             case Publish(version, evaluated):
                 await self.publish(version, evaluated)
             case Checkpoint(version):
@@ -196,29 +198,38 @@ class TrainingStep:
 
     async def publish(self, version: int, evaluated: bool) -> None:
         """Give every live replica the new weights; each verifies them before it serves them. Rollouts sample with them
-        while the trainer's own ranks still finish a batch."""
+        while the trainer's own ranks still end a batch, and no update comes between the two."""
         job, spec = self.job, self.job.spec
-        turns = job.pool.in_turn()
-        if not turns:
+        pools = job.pool.rollouts_first()
+        if not pools:
             raise NotYet(job.pool.nobody_there())
         if spec.trainer.deterministic and spec.loss.kind == "policy" and (split := _split(job.pool.live())):
             await self.pause(split)
             return
         started, responses = time.monotonic(), list[trainer_pb2.PublishWeightsResponse]()
+
+        async def give(replicas: Sequence[Replica]) -> None:
+            request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
+            request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in replicas)
+            responses.append(await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s))
+            job.pool.mark_suspect(result.replica_id for result in responses[-1].results if not result.ok)
+            await job.pool.refresh()
+            job.reports.published(responses, time.monotonic() - started)
+
+        async def tell() -> None:
+            if any(result.ok for result in responses[-1].results):
+                digest = responses[-1].weights_digest
+                await job.emit(ev.Published(version=version, evaluated=evaluated, digest=digest))
+
         with job.pool.updating():
-            for replicas in turns:
-                request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
-                request.replicas.extend(
-                    trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in replicas
-                )
-                response = await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s)
-                responses.append(response)
-                job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
-                await job.pool.refresh()
-                job.reports.published(responses, time.monotonic() - started)
-                if any(result.ok for result in response.results):
-                    digest = response.weights_digest
-                    await job.emit(ev.Published(version=version, evaluated=evaluated, digest=digest))
+            await give(pools[0])
+            async with self._updating:
+                if version != job.machine.state.version:
+                    return
+                await tell()
+                for ranks in pools[1:]:
+                    await give(ranks)
+                    await tell()
         results = [result for response in responses for result in response.results]
         if not any(result.ok for result in results):
             raise NotYet(f"no replica received version {version}: {results[0].error}")

@@ -59,7 +59,7 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guided["AWM-guidance_3-1"].rollout.guidance_scale == 3.0
     assert guided["AWM-guidance_3-1"].algorithm.name == "awm"
     assert [one.rollout.group_size for one in jobs("group", tmp_path).values()] == [4, 6, 12, 24]
-    assert [one.rollout.window.size for one in jobs("window", tmp_path).values()] == [1, 2, 4, 7, 2]
+    assert [one.rollout.window.size for one in jobs("window", tmp_path).values()] == [1, 2, 4, 6, 2]
 
 
 def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> None:

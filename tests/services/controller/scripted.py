@@ -133,10 +133,14 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Applies each step once, those without samples too. Ahead of the ledger, it goes back to it."""
+    """Applies each step once, those without samples too. Ahead of the ledger, it goes back to it. As a trainer it does
+    one thing at a time, and publishes no version but the one that it holds."""
 
     def __init__(self, rollout: ScriptedRollout) -> None:
         self.rollout = rollout
+        self.turn = asyncio.Lock()
+        self.refused: list[int] = []
+        """Versions that it was asked to publish and did not hold."""
         self.steps: list[trainer_pb2.TrainStepRequest] = []
         self.published: list[tuple[int, bool]] = []
         """Versions, and whether in their evaluated weights."""
@@ -161,13 +165,18 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                         raise DataLoss(f"sample {place}: not tensors")
             except FlowfleetError as error:
                 await context.abort(grpc_code(error), str(error))
-        if request.step == len(self.steps):
-            self.steps.append(request)
+        async with self.turn:
+            if request.step == len(self.steps):
+                self.steps.append(request)
         assert request.step < len(self.steps)
         metrics = self.metrics.get(request.step, {})
         return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1, metrics=metrics)
 
     async def PublishWeights(self, request: Any, context: Any) -> trainer_pb2.PublishWeightsResponse:
+        async with self.turn:
+            if request.version != len(self.steps):
+                self.refused.append(request.version)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it holds version {len(self.steps)}")
         self.published.append((request.version, request.evaluated))
         self.rollout.job_id, self.rollout.version = request.job_id, request.version
         self.rollout.evaluated = request.evaluated

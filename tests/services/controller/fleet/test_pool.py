@@ -17,7 +17,7 @@ from tests.services.controller.fleet.test_replicas import record
 from tests.services.controller.scripted import ScriptedReward, ScriptedTrainer, scripted_fleet
 
 
-def job_of(folder: Path, samples: str = "no") -> dict[str, Any]:
+def job_of(folder: Path, samples: str = "no", steps: int = 2) -> dict[str, Any]:
     (folder / "train.txt").write_text("a\nb\n")
     return {
         "name": "pool",
@@ -26,7 +26,7 @@ def job_of(folder: Path, samples: str = "no") -> dict[str, Any]:
         "rewards": {"ocr": {}},
         "rollout": {"prompts_per_step": 2, "group_size": 2},
         "trainer": {"mode": "lora", "samples": samples},
-        "schedule": {"steps": 2, "max_staleness": 0 if samples == "only" else 1},
+        "schedule": {"steps": steps, "max_staleness": 0 if samples == "only" else 1},
     }
 
 
@@ -77,28 +77,39 @@ async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step_or
         assert not running.runner._fleet.fleet.updating
 
 
-@pytest.mark.anyio
-async def test_rollouts_sample_with_a_version_while_a_rank_of_the_trainer_still_waits_for_it(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_for_ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """A trainer whose rank takes a version, but the last two, a while after a rollout was asked for samples of it.
+    Which versions it was asked to give to whom."""
     order, done = list[tuple[int, list[str]]](), ScriptedTrainer.PublishWeights
 
-    async def slow_for_ranks(self: ScriptedTrainer, request: Any, context: Any) -> Any:
+    async def publish(self: ScriptedTrainer, request: Any, context: Any) -> Any:
         replicas = [replica.replica_id for replica in request.replicas]
         order.append((request.version, replicas))
-        while "rank" in replicas and request.version < 2 and not asked_for(self, request.version):
+        while "rank" in replicas and request.version < 3 and not asked_for(self, request.version):
             await asyncio.sleep(0.01)
+        if "rank" in replicas:
+            await asyncio.sleep(0.05)
         return await done(self, request, context)
 
     def asked_for(trainer: ScriptedTrainer, version: int) -> bool:
         return any(request.policy_version == version for request in trainer.rollout.requests)
 
-    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", slow_for_ranks)
+    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", publish)
+    return order
+
+
+@pytest.mark.anyio
+async def test_rollouts_sample_with_a_version_while_a_rank_of_the_trainer_still_waits_for_it(
+    redis_url: str, tmp_path: Path, slow_for_ranks: list[tuple[int, list[str]]]
+) -> None:
+    """A step that is ready meanwhile waits as well: the rank would miss a version that the trainer no longer holds."""
     rewards = {"ocr": ScriptedReward(lambda sample: len(sample.prompt))}
     async with scripted_fleet(redis_url, tmp_path / "state", rewards) as running:
         rank = record("rank", address=running.rollout.address, pool="default.trainer", state="updating", job_id="")
         await ReplicaDirectory(running.redis).put(rank)
         await running.runner._fleet.refresh()
-        job = await asyncio.wait_for(running.run(job_of(tmp_path, "idle")), 60)
+        job = await asyncio.wait_for(running.run(job_of(tmp_path, "idle", steps=4)), 60)
+        assert running.trainer.refused == []
     assert job.status == "succeeded"
-    assert order[:4] == [(0, ["r0"]), (0, ["rank"]), (1, ["r0"]), (1, ["rank"])]
+    assert slow_for_ranks[:8] == [(version, [to]) for version in range(4) for to in ("r0", "rank")]
