@@ -67,6 +67,7 @@ class TrainingStep:
         self.job = job
         self._validation, self._previews = Validation(job), Previews(job)
         self._updating = asyncio.Lock()
+        """Held while the trainer updates, and while its own ranks lack a version that rollouts have."""
 
     async def run(self, command: Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
