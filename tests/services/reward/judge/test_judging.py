@@ -141,9 +141,8 @@ async def test_answers_are_judged_against_the_reference() -> None:
     assert isinstance(found[2], Problem)
     assert "not UTF-8" in found[2].message
     assert all("Question: What is 2 + 2?\nReference answer: 4\n" in one for one in asked)
-    assert VlmScorer(VlmSettings.read({"urls": "http://x/v1", "model": "m", "rubric": "answer"})).modalities == (
-        MODALITY_TEXT,
-    )
+    settings = VlmSettings.read({"urls": "http://x/v1", "model": "m", "rubric": "answer"})
+    assert VlmScorer(settings, JudgeMetrics(CollectorRegistry())).modalities == (MODALITY_TEXT,)
 
 
 @pytest.mark.anyio
