@@ -265,7 +265,7 @@ MEASUREMENTS = (
         f"{FULL_FP8_LOOP} --images 144 --micro-batch 6 --checkpointing selective",
         tiny=None,
     ),
-    Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 3 --compare", tiny=TINY_LOOP),
+    Measurement("loop-compare", "compare", 2, 540, f"{PLAIN_LOOP} --images 64 --compare", tiny=TINY_LOOP),
     Measurement(
         "loop-kill",
         "kill",
