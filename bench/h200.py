@@ -21,7 +21,7 @@ LoRA on a float8 base, each line for one call of nine minutes, on two H200s wher
     --only rollout-base,train-base,loop-base-one     on one GPU, where that is all there is
     --only loop-base-cfg-one,loop-base-flash-one     guidance 4, and the tail, on one GPU
     --only loop-base-h100                            on an H100 of 80 GB
-    --only loop-base-one,loop-base-only,loop-base-only-4,loop-base-idle-4    one, two and four GPUs of a machine: two calls
+    --only loop-base-one,loop-base-only,lora-4       one, two and four GPUs of a machine, in two calls
 
 Full training, on two H200s and on four:
 
