@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SEED = 17
 
 
-@pytest.mark.parametrize(("mode", "faults"), [("lora", 6), ("full", 4)])
+@pytest.mark.parametrize(("mode", "faults"), [("lora", 12), ("full", 6)])
 def test_a_job_survives_faults_with_the_same_weights(mode: str, faults: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["--mode", mode, "--faults", str(faults), "--seed", str(SEED), "--spacing", "3"]
