@@ -2,6 +2,7 @@
 
 rule 1   A trainer at work hangs when no rank's phase or count has changed for longer than the largest limit of the
          phases that its ranks are in. One rank that gets on is enough: the others may wait for it in a collective.
+         Named are those at work, or those that were silent for most of that time, for whom the others wait.
 rule 2   A rank hangs when it has given no sign for longer than its own phase's limit, at work or not: it is
          stopped. While rank 0 does not answer, it alone is silent, for the signs of others come by it.
 rule 3   Time without a check does not count: a controller that was suspended accuses no rank.
@@ -59,9 +60,7 @@ class HangJudge:
 
     def _silent(self) -> str | None:
         stopped = [one for one in self._shown.values() if self._silent_s[one.rank] > one.limit_s]
-        if not stopped:
-            return None
-        return f"{_names(stopped)} gave no sign for {max(self._silent_s[one.rank] for one in stopped):.0f} s"
+        return self._no_sign(stopped) if stopped else None
 
     def _still(self) -> str | None:
         at_work = [one for one in self._shown.values() if one.phase != IDLE]
@@ -70,7 +69,12 @@ class HangJudge:
             return None
         if self._still_s <= max(one.limit_s for one in at_work):
             return None
+        if stopped := [one for one in self._shown.values() if self._silent_s[one.rank] > self._still_s / 2]:
+            return self._no_sign(stopped)
         return f"{_names(at_work)} made no progress for {self._still_s:.0f} s"
+
+    def _no_sign(self, stopped: Sequence[Progress]) -> str:
+        return f"{_names(stopped)} gave no sign for {max(self._silent_s[one.rank] for one in stopped):.0f} s"
 
 
 def _names(ranks: Sequence[Progress]) -> str:

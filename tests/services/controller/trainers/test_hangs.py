@@ -84,6 +84,18 @@ def test_a_rank_that_never_got_the_command_hides_no_hang() -> None:
     assert "rank 0 (phase work) made no progress" in accused[1]
 
 
+@pytest.mark.parametrize("phase", ["idle", "work"])
+def test_a_rank_whose_last_sign_came_after_the_last_progress_is_named(phase: str) -> None:
+    judge, ranks = HangJudge(HANG_S), Ranks(phase=["work", phase])
+    assert run(judge, ranks, 0.0, 100.0, beats=True) is None
+    assert run(judge, ranks, 100.0, HANG_S / 3, beats=False) is None  # its sign takes a while to rank 0
+    ranks.stopped[1] = True
+    accused = run(judge, ranks, 102.0, 100.0, beats=False)
+    assert accused is not None
+    assert accused[0] <= HANG_S
+    assert f"rank 1 (phase {phase}) gave no sign" in accused[1]
+
+
 def test_a_rank_waits_for_one_that_compiles_and_has_its_whole_limit_afterwards() -> None:
     judge, ranks = HangJudge(HANG_S), Ranks()
     ranks.phase[1] = "compile"
