@@ -1,8 +1,8 @@
 """The judge that training never sees: pretrained features, a class for every cell, learned colors, and RapidOCR.
 
-Features of EfficientNet-Lite0 at three strides are joined on 16×16 cells. Each cell says which noun, which color and
-which style it is in the middle of, or none, and where the thing's box is, as in FCOS (arXiv 1904.01355). Words are read
-by RapidOCR's recognizer, whose characters are reduced to A–Z.
+Pictures are enlarged to 128×128. Features of EfficientNet-Lite0 at three strides are joined on 16×16 cells. Each cell
+says which noun, which color and which style it is in the middle of, or none, and where the thing's box is, as in FCOS
+(arXiv 1904.01355). Words are read by RapidOCR's recognizer, whose characters are reduced to A–Z.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from services.reward.scorers.networks.geneval_rules import Box
 
 CELLS = 16
 """Cells along an edge, of pictures of any size."""
-HEAD_WIDTHS = {64: 96, 128: 160}
-"""Width of the head by the picture's edge."""
-THRESHOLD = 0.95
-"""Certainty from which a thing counts: on blurry pictures the judge then says yes about as often as a person does."""
+EDGE = 128
+"""Pictures are looked at in this size: of half of it, features see too little."""
+WIDTH = 160
+THRESHOLD = 0.85
+"""Certainty from which a thing counts: the judge then says yes as often as the labels that are kept."""
 MAX_COVERED = 0.5
 """Boxes of two things share no more of the smaller one: what shares more is one thing, found twice."""
 LINE_WIDTH = 120
@@ -45,14 +46,14 @@ ALIKE: Mapping[str, str] = {"0": "O", "1": "I", "|": "I", "l": "I", "5": "S", "8
 class Head(nn.Module):
     """Features to answers of cells."""
 
-    def __init__(self, size: int, num_nouns: int, num_styles: int, num_colors: int) -> None:
+    def __init__(self, num_nouns: int, num_styles: int, num_colors: int) -> None:
         super().__init__()
-        self.fold, width = size // 4 // CELLS, HEAD_WIDTHS[size]
+        self.fold = EDGE // 4 // CELLS
         inside = self.fold**2 * WIDTHS[0] + WIDTHS[1] + WIDTHS[2]
-        self.join = nn.Sequential(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.GELU())
-        self.blocks = nn.ModuleList([Mixer(width) for _ in range(3)])
+        self.join = nn.Sequential(nn.Conv2d(inside, WIDTH, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.GELU())
+        self.blocks = nn.ModuleList([Mixer(WIDTH) for _ in range(3)])
         self.sizes = (num_nouns + 2, 4, num_styles, num_colors)
-        self.out = nn.Conv2d(width, sum(self.sizes), 1)
+        self.out = nn.Conv2d(WIDTH, sum(self.sizes), 1)
 
     def forward(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Answers of each cell: logits of nothing, the nouns and the sign; logs of the box's reach; logits of styles
@@ -85,22 +86,24 @@ class HeldoutJudge:
         self.kind, self.device = kind, torch.device(device)
         self.reads = True  # words; without RapidOCR all else can be looked at
         self.features = Lite().to(device)
-        self.head = Head(kind.size, len(kind.nouns), len(kind.styles), len(kind.colors)).to(device)
+        self.head = Head(len(kind.nouns), len(kind.styles), len(kind.colors)).to(device)
 
     def cells(self, pictures: torch.Tensor) -> list[torch.Tensor]:
         """What `Head` says of pictures (N, 3, S, S) from 0 to 1."""
+        if pictures.shape[-1] != EDGE:
+            pictures = F.interpolate(pictures, (EDGE, EDGE), mode="bicubic", align_corners=False)
         said: list[torch.Tensor] = self.head(self.features(pictures))
         return said
 
     @torch.inference_mode()
-    def look(self, pictures: torch.Tensor) -> list[Findings]:
+    def look(self, pictures: torch.Tensor, threshold: float = THRESHOLD) -> list[Findings]:
         """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device. ValueError for others."""
         self.kind.check(pictures)
         self.features.eval()
         self.head.eval()
         nouns, reach, styles, colors = self.cells(pictures.to(self.device))
         certainty, kind = nouns.softmax(1).max(1)
-        owner, row, column = ((kind > 0) & (certainty > THRESHOLD)).nonzero(as_tuple=True)
+        owner, row, column = ((kind > 0) & (certainty > threshold)).nonzero(as_tuple=True)
         sides = reach[owner, :, row, column].exp()
         middle = (torch.stack([column, row], 1) + 0.5) / CELLS
         boxes = torch.cat([middle - sides[:, :2], middle + sides[:, 2:]], 1).clamp(0, 1) * self.kind.size

@@ -427,7 +427,7 @@ def test_a_service_without_its_judge_says_how_it_is_made(tmp_path: Path, monkeyp
         service.heldout.start()
 
 
-@pytest.mark.parametrize(("painter", "least"), [("base", 0.82), ("awm", 0.80), ("flow_grpo", 0.73)])
+@pytest.mark.parametrize(("painter", "least"), [("base", 0.91), ("awm", 0.84), ("flow_grpo", 0.84)])
 def test_the_held_out_judge_agrees_with_the_labels_that_are_kept(painter: str, least: float) -> None:
     folder = Path(labels.__file__).parent / "labeled" / painter
     shown, lines = labels.read_labels(folder / "labels.csv"), read_lines(folder / labels.PROMPTS)
