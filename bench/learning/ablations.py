@@ -6,8 +6,9 @@
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the learning rate
 that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
-base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). Runs go into
-DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
+base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has four
+algorithms in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES. Runs go
+into DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from typing import Final
 from rich.console import Console
 
 from bench.learning.composition import (
-    ALGORITHMS,
     DIRECTORY,
+    PROMPTS,
     SCORE,
     Algorithm,
     add_base,
+    algorithm_of,
     base_of,
     chosen_factors,
     judged,
@@ -42,11 +44,17 @@ from bench.learning.shared import shared_rewards
 from docs.generate.markdown import content, rewrite, table
 from flowfleet.demo.demos import DEMOS
 
-FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
+FLOW_GRPO, AWM, CRD, NFT_FULL = (algorithm_of(key) for key in ("ocr", "awm", "crd", "diffusion_nft_full"))
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
+FULL_WORLD: Final = (
+    f'data.train="{PROMPTS}/full_train.jsonl"',
+    f'data.validation="{PROMPTS}/full_seen.jsonl"',
+    *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=2"),
+)
+"""Without guidance its base shows one prompt in eight."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for one in (FLOW_GRPO, AWM)
         for scale in (1, 2, 3, 4)
     ],
+    "full": [Line(one.title, FULL_WORLD, one, lasting(200, 20)) for one in (FLOW_GRPO, AWM, CRD, NFT_FULL)],
     "guards": [
         Line("reward alone", length=PUSHED),
         Line("KL", ("algorithm.kl_coef=0.04",), length=PUSHED),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recipes.composition.judges.lite import Lite
+from recipes.composition.judges.networks.lite import Lite
 from recipes.tiny.signs import Pixels
 
 BATCH = 128

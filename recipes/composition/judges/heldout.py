@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 from recipes.composition.judges.files import Kind, write
 from recipes.composition.judges.findings import SIGN, Findings, Thing
-from recipes.composition.judges.lite import WIDTHS, Lite
+from recipes.composition.judges.networks.lite import WIDTHS, Lite
 from services.reward.scorers.networks.geneval_rules import Box
 
 CELLS = 16

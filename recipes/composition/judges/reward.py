@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from recipes.composition.judges.detector import CELLS, Detector, Reader, cut_lines, spell_out
 from recipes.composition.judges.files import Kind, write
 from recipes.composition.judges.findings import SIGN, Findings, Thing
+from recipes.composition.judges.networks.detector import CELLS, Detector, Reader, cut_lines, spell_out
 from recipes.composition.judges.pixels import BINS, shade_of, vote
 from services.reward.scorers.networks.geneval_rules import read_request
 

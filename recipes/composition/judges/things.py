@@ -5,7 +5,7 @@
 
 PICTURES is a folder as `labels` describes it. This finds what might be a thing in them, and writes sheets of it with
 the names that the judge gives, and things.csv, a line for each. Write yes or no under `shown`: is it that, to a person?
-`labeled/things` holds a developer's labels, in pictures of which no other label here is.
+`labeled/things` holds a developer's labels for each world, in pictures of which no other label here is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from recipes.composition.world import World
 
 THINGS = "things.csv"
 LABELED = Path(__file__).parent / "labeled" / "things"
+"""It has a folder for each world."""
 WEIGHTS = Path(__file__).parent / "weights"
 THRESHOLD = 0.3
 """Certainty from which something is asked about."""
@@ -77,6 +78,11 @@ def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device 
             else:
                 refused[number] |= inside
     return Labeled(pictures.to(device), target.to(device), refused.to(device))
+
+
+def kept(world: World) -> Path:
+    """The folder of a world's labels."""
+    return LABELED / ("small" if world.nouns == World.small().nouns else "full")
 
 
 def write_sheets(folder: Path, judge: HeldoutJudge, output: Path) -> int:

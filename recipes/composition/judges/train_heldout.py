@@ -1,7 +1,7 @@
 """Train the held-out judge: `python -m recipes.composition.judges.train_heldout --world small --output FILE`.
 
-Other seeds, another roughening and another loss than the reward's, and things of the small world that people refused:
-see `things`. On an H200 in three minutes.
+Other seeds, another roughening and another loss than the reward's, and things that people refused: see `things`. On an
+H200 in three minutes for the small world, in five for the full one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recipes.composition.judges import things
 from recipes.composition.judges.command import train_and_measure
 from recipes.composition.judges.files import Kind
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
-from recipes.composition.judges.lite import pretrained
+from recipes.composition.judges.networks.lite import pretrained
 from recipes.composition.render import render
 from recipes.composition.scenes import Scenes, World, draw
 
@@ -67,9 +67,8 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         schedule.step()
         if step % 100 == 99:
             print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
-    if world.nouns == World.small().nouns:
-        labeled = things.read(things.LABELED, world.nouns, INNER, device)
-        tune(judge, world, labeled, generator, max(1, round(TUNING * steps)))
+    labeled = things.read(things.kept(world), world.nouns, INNER, device)
+    tune(judge, world, labeled, generator, max(1, round(TUNING * steps)))
     return judge
 
 

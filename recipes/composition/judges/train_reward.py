@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from recipes.composition.backgrounds import grid
 from recipes.composition.judges.command import train_and_measure
-from recipes.composition.judges.detector import BLANK, CELLS, FRAMES, cut_lines
 from recipes.composition.judges.files import Kind
+from recipes.composition.judges.networks.detector import BLANK, CELLS, FRAMES, cut_lines
 from recipes.composition.judges.pixels import count_shades
 from recipes.composition.judges.reward import RewardJudge
 from recipes.composition.render import render

@@ -20,8 +20,11 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(directory: Path) -> None:
-    """Flow-GRPO did best at twice its learning rate, AWM at its own."""
-    for name, reward in (("ocr-1-1", 0.5), ("ocr-2-1", 0.6), ("awm-1-1", 0.7)):
+    """Flow-GRPO did best at twice its learning rate, the others at their own."""
+    for name, reward in (
+        *(("ocr-1-1", 0.5), ("ocr-2-1", 0.6), ("awm-1-1", 0.7)),
+        *(("crd-1-1", 0.7), ("diffusion_nft_full-1-1", 0.7)),
+    ):
         folder = directory / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
@@ -42,7 +45,8 @@ def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: P
     assert len(found) == len(STUDIES[study])
     assert {one.rollout.prompts_per_step * one.rollout.group_size for one in found.values()} == {144}
     rates = {(one.algorithm.name, one.trainer.optimizer.lr) for one in found.values()}
-    assert rates == {("flow_grpo", 1.2e-3)} | ({("awm", 6e-4)} if study == "guidance" else set())
+    others = {"guidance": {("awm", 6e-4)}, "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)}}
+    assert rates == {("flow_grpo", 1.2e-3)} | others.get(study, set())
 
 
 def test_lines_change_what_they_say(tmp_path: Path) -> None:
@@ -54,6 +58,10 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["reward_alone-1"].algorithm.kl_coef == 0.0
     assert guards["gate-1"].rewards["image_quality"].gate is not None
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
+
+    full = jobs("full", tmp_path)["DiffusionNFT-full-1"]
+    assert (full.rollout.height, full.trainer.mode) == (128, "full")
+    assert Path(str(full.data.train)).name == "full_train.jsonl"
 
     guided = jobs("guidance", tmp_path)
     assert guided["AWM-guidance_3-1"].rollout.guidance_scale == 3.0

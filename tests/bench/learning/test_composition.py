@@ -359,14 +359,14 @@ def test_the_table_is_of_the_best_rates_finished_runs_and_counts_previews(tmp_pa
     flow_grpo, awm, previews = (next(one for one in ALGORITHMS if one.key == key) for key in ("ocr", "awm", "previews"))
     for one in (flow_grpo, previews):
         finished(one, 0.5, 1, [0.3, 0.3, 0.3], tmp_path)
-        finished(one, 2.0, 1, [0.4, 0.6, 0.9], tmp_path)
+        finished(one, 2.0, 1, [0.3, 0.5, 0.9], tmp_path)
     place_of(flow_grpo, 2.0, 2, tmp_path).mkdir()  # it has only begun
     place_of(awm, 1.0, 1, tmp_path).mkdir()
     results = read_best([1, 2], tmp_path)
     assert {one.key: len(runs) for one, runs in results.items()} == {"ocr": 1, "previews": 1}
     text = page_part(results, {flow_grpo: {0.5: 0.61, 1.0: 0.72}, previews: {}})
     assert "| 6.0e-04, of 2 |" in text
-    # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.5 is half way through a step, 0.6 its end
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.520 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text
+    # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.4 is half way through a step, 0.5 its end
+    assert "| 0.300 | 0.900 | +0.600 | ≥ +0.550 | 0.900 | 0.520 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
+    assert "| 0.300 | 0.900 | +0.600 | ≥ +0.550 | 0.900 | 0.520 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text
     assert text.endswith("| Flow-GRPO | 0.610 | 0.720 | – |")

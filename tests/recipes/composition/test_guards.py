@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes.composition.judges.guards import diversity, features, frechet, parted
-from recipes.composition.judges.lite import Lite
+from recipes.composition.judges.networks.lite import Lite
 
 
 def test_frechet_distance_of_gaussians() -> None:

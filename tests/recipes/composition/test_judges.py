@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from flowfleet.rewards.gradients import PixelInput
 from recipes.composition.captions import prompt_lines
 from recipes.composition.judges import labels, service
-from recipes.composition.judges.detector import CELLS, FRAMES, LINE, cut_lines, spell_out
 from recipes.composition.judges.files import Kind, read
 from recipes.composition.judges.findings import COMPONENTS, Thing, answer
 from recipes.composition.judges.heldout import HeldoutJudge, _inner, _spell, _without_doubles
-from recipes.composition.judges.lite import Lite, SameConv, pretrained
 from recipes.composition.judges.loading import load_judge
+from recipes.composition.judges.networks.detector import CELLS, FRAMES, LINE, cut_lines, spell_out
+from recipes.composition.judges.networks.lite import Lite, SameConv, pretrained
 from recipes.composition.judges.pixels import BINS, count_shades, shade_of, vote
 from recipes.composition.judges.reward import FILLED, THRESHOLD, RewardJudge
 from recipes.composition.judges.train_heldout import bend
@@ -51,7 +51,7 @@ def reached(module: str) -> set[str]:
     found, todo = set[str](), [module]
     while todo:
         name = todo.pop()
-        tree = ast.parse((JUDGES / f"{name}.py").read_text())
+        tree = ast.parse((JUDGES / f"{name.replace('.', '/')}.py").read_text())
         sources = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         here = {source.removeprefix(PACKAGE) for source in sources if source.startswith(PACKAGE)} - found
         found |= here
@@ -61,8 +61,8 @@ def reached(module: str) -> set[str]:
 
 def test_the_two_judges_share_what_findings_and_files_are_and_no_network() -> None:
     assert reached("reward") & reached("heldout") == {"files", "findings"}
-    assert {"detector", "pixels"} <= reached("reward")
-    assert "lite" in reached("heldout")
+    assert {"networks.detector", "pixels"} <= reached("reward")
+    assert "networks.lite" in reached("heldout")
 
 
 @pytest.mark.parametrize("index", [0, 1])

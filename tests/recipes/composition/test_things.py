@@ -83,7 +83,7 @@ def test_sheets_ask_about_what_the_judge_may_see(folder: Path, world: World, tmp
 def test_a_judge_learns_what_people_refuse(world: World) -> None:
     judge, generator = HeldoutJudge(Kind.of("heldout", world)), torch.Generator().manual_seed(1)
     torch.manual_seed(1)
-    labeled = things.read(things.LABELED, world.nouns, INNER)
+    labeled = things.read(things.kept(world), world.nouns, INNER)
     assert (len(labeled.pictures), int((labeled.nouns > 0).any(2).any(1).sum())) == (827, 548)
     before = [value.clone() for value in judge.features.state_dict().values()]
 
