@@ -33,7 +33,7 @@ EDGE = 128
 """Pictures are looked at in this size: of half of it, features see too little."""
 WIDTH = 160
 THRESHOLD = 0.85
-"""Certainty from which a thing counts: the judge then says yes as often as the labels that are kept."""
+"""Certainty from which a thing counts: the judge then says yes as often as the small world's labels."""
 MAX_COVERED = 0.5
 """Boxes of two things share no more of the smaller one: what shares more is one thing, found twice."""
 LINE_WIDTH = 120

@@ -3,9 +3,10 @@
     python -m recipes.composition.evaluate --pictures PICTURES …
     python -m recipes.composition.judges.things PICTURES --output LABELS
 
-PICTURES is a folder as `labels` describes it. This finds what might be a thing in them, and writes sheets of it with
-the names that the judge gives, and things.csv, a line for each. Write yes or no under `shown`: is it that, to a person?
-`labeled/things` holds a developer's labels for each world, in pictures of which no other label here is.
+PICTURES is a folder as `labels` describes it, of prompts without words; for the full world name its --judge. This
+finds what might be a thing in them, and writes sheets of it with the names that the judge gives, and things.csv, a line
+for each. Write yes or no under `shown`: is it that, to a person? `labeled/things` holds a developer's labels for each
+world, in pictures of which no other label here is.
 """
 
 from __future__ import annotations

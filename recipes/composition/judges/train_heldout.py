@@ -51,6 +51,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         {"params": list(judge.head.parameters()), "lr": LR},
         {"params": list(judge.features.parameters()), "lr": FEATURES_LR},
     ]
+    labeled = things.read(things.kept(world), world.nouns, INNER, device)
     steps = iterations or ITERATIONS[world.size]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -67,7 +68,6 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         schedule.step()
         if step % 100 == 99:
             print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
-    labeled = things.read(things.kept(world), world.nouns, INNER, device)
     tune(judge, world, labeled, generator, max(1, round(TUNING * steps)))
     return judge
 
