@@ -160,7 +160,7 @@ def main() -> None:
     labels, lines = read_labels(options.labels), read_lines(options.pictures / PROMPTS)
     pictures = read(options.pictures, list(labels))
     for name in ("reward", "heldout"):
-        found = look(name, pictures)
+        found = look(name, pictures, [lines[number]["metadata"] for number in labels])
         verdicts = {
             number: answer(one, lines[number]["metadata"])["correct"] for number, one in zip(labels, found, strict=True)
         }

@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 from flowfleet.hardware import devices
-from recipes.composition.judges.findings import Findings, answer
+from recipes.composition.judges.findings import SIGN, Findings, answer
 from recipes.composition.judges.heldout import HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.judges.reward import RewardJudge
+from services.reward.scorers.networks.geneval_rules import read_request
 
 FOLDER: Final = "FLOWFLEET_COMPOSITION_JUDGES"
 """Environment variable that names the folder of the judges."""
@@ -60,7 +61,8 @@ class Service:
         for size in {picture.size for picture in pictures}:
             places = [place for place, picture in enumerate(pictures) if picture.size == size]
             pixels = np.stack([np.asarray(pictures[place].convert("RGB")) for place in places])
-            found = look(self._name, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+            asked = [metadata[place] for place in places]
+            found = look(self._name, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, asked)
             scores |= {
                 place: answer(one, metadata[place], score or self._score)
                 for place, one in zip(places, found, strict=True)
@@ -91,10 +93,19 @@ smooth: Final = Smooth()
 """What ReFL and SRPO are paid."""
 
 
-def look(name: str, pictures: torch.Tensor) -> list[Findings]:
+def look(name: str, pictures: torch.Tensor, metadata: Sequence[Mapping[str, str]] = ()) -> list[Findings]:
     """Findings of a judge by name in squares (N, 3, S, S) float32 from 0 to 1, of any size that is a multiple of 64.
-    ValueError for other pictures, and where the judge's file is missing."""
+
+    metadata: of the prompts, if they are to be answered. ValueError for other pictures, where the judge's file is
+    missing, and where a prompt asks for what the judge does not know.
+    """
     judge, pictures = _fitting(name, pictures)
+    asked = {noun for one in metadata for noun in read_request(one).names}
+    if unknown := sorted(asked - {*judge.kind.nouns, SIGN}):
+        raise ValueError(
+            f"the judge {name!r} for pictures of {judge.kind.size} pixels knows no {', '.join(unknown[:3])}: name the "
+            f"folder with the judges of this world by ${FOLDER}"
+        )
     return judge.look(pictures)
 
 

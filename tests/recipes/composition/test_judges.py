@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import save_file
 
 from flowfleet.rewards.gradients import PixelInput
@@ -190,6 +191,8 @@ def test_pictures_go_to_the_judge_of_the_largest_size_that_fits(
         (tmp_path / f"reward-{size}.safetensors").touch()
 
     class Seen:
+        kind = Kind("reward", wanted, (), (), ())
+
         def look(self, pictures: torch.Tensor) -> list[tuple[int, ...]]:
             return [tuple(pictures.shape)]
 
@@ -221,6 +224,14 @@ def test_agreement_with_labels_is_counted_by_category() -> None:
     assert "| colors | 3 | 2 | 3 | 0.667 |" in said
     assert "| text | 1 | 0 | 0 | 1.000 |" in said
     assert "| all | 4 | 2 | 3 | 0.750 |" in said
+
+
+def test_a_judge_refuses_prompts_of_another_world() -> None:
+    (line,) = read_lines(Path("recipes/composition/prompts/full_seen.jsonl"))[:1]
+    with pytest.raises(
+        ValueError, match=r"for pictures of 64 pixels knows no \w+: name the folder .*COMPOSITION_JUDGES"
+    ):
+        service.heldout([Image.new("RGB", (128, 128))], [line["prompt"]], [line["metadata"]])
 
 
 def test_settings_of_the_services_are_taken_by_the_scorer() -> None:
