@@ -168,6 +168,7 @@ class HeldoutJudge:
         """Take the weights of a file."""
         self.features.load_state_dict(parts["features"])
         self.head.load_state_dict(parts["head"])
+        self.features.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a third faster on CPUs
 
 
 def _spread(features: torch.Tensor) -> torch.Tensor:
