@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--judge", type=Path, default=WEIGHTS / f"heldout-{World.small().size}.safetensors")
     options = parser.parse_args()
     judge = load_judge(options.judge)
-    assert isinstance(judge, HeldoutJudge)
+    if not isinstance(judge, HeldoutJudge):
+        parser.error(f"{options.judge} is the reward: give the file of a held-out judge")
     judge.reads = False
     print(f"{write_sheets(options.pictures, judge, options.output)} things: {options.output}")
 
