@@ -6,9 +6,10 @@
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the learning rate
 that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
-base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has four
-algorithms in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES. Runs go
-into DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
+base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has six
+algorithms in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES;
+`full_settings` tries how Flow-GRPO had best train there. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is
+there is kept. With --page each study's part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from bench.learning.shared import shared_rewards
 from docs.generate.markdown import content, rewrite, table
 from flowfleet.demo.demos import DEMOS
 
-FLOW_GRPO, AWM, CRD, NFT_FULL = (algorithm_of(key) for key in ("ocr", "awm", "crd", "diffusion_nft_full"))
+FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL = (
+    algorithm_of(key) for key in ("ocr", "ocr_full", "flow_cps", "awm", "crd", "diffusion_nft_full")
+)
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
@@ -52,7 +55,8 @@ CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 FULL_WORLD: Final = (
     f'data.train="{PROMPTS}/full_train.jsonl"',
     f'data.validation="{PROMPTS}/full_seen.jsonl"',
-    *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=2"),
+    *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=3"),
+    "schedule.save_every=50",
 )
 """Without guidance its base shows one prompt in eight."""
 
@@ -100,7 +104,19 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for one in (FLOW_GRPO, AWM)
         for scale in (1, 2, 3, 4)
     ],
-    "full": [Line(one.title, FULL_WORLD, one, lasting(200, 20)) for one in (FLOW_GRPO, AWM, CRD, NFT_FULL)],
+    "full": [
+        Line(one.title, FULL_WORLD, one, lasting(400, 40))
+        for one in (FLOW_GRPO, FLOW_GRPO_FULL, CPS, NFT_FULL, AWM, CRD)
+    ],
+    "full_settings": [
+        Line(title, (*FULL_WORLD, *changes), one, lasting(60, 30))
+        for title, one, changes in (
+            ("LoRA", FLOW_GRPO, ()),
+            ("all weights, 2e-4", FLOW_GRPO_FULL, ("trainer.optimizer.lr=2e-4",)),
+            ("all weights, 1e-4", FLOW_GRPO_FULL, ("trainer.optimizer.lr=1e-4",)),
+            ("Flow-CPS", CPS, ()),
+        )
+    ],
     "guards": [
         Line("reward alone", length=PUSHED),
         Line("KL", ("algorithm.kl_coef=0.04",), length=PUSHED),
@@ -136,10 +152,14 @@ def main() -> int:
         if options.page is not None:
             for study in options.studies:
                 content(options.page.read_text(), _part(study))
+        if unknown := {*(options.lines or ())} - {line.title for study in options.studies for line in STUDIES[study]}:
+            raise ValueError(f"--lines: no study of these has {', '.join(sorted(unknown))}")
         if not options.table_only:
             where, begun = places(options), time.monotonic()
             given = (base_of(options), *options.set)
-            runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, given)]
+            asked = options.seeds, options.directory, given, options.lines
+            runs = [run for study in options.studies for run in plan(study, *asked)]
+            runs = [replace(run, keeps_model=options.keep_models) for run in runs]
             make_first(options, (), console)
             with shared_rewards(where, DEMOS["composition"].rewards) as sharing:
                 errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
@@ -162,13 +182,16 @@ def _part(study: str) -> str:
     return f"learning-composition-{study}"
 
 
-def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str] = ()) -> list[Run]:
-    """All runs of a study, seed after seed, so that an early end leaves whole seeds. A line's changes come after those
-    that are given. ValueError where none of an algorithm's learning rates was tried."""
-    factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in STUDIES[study])), directory)
+def plan(
+    study: str, seeds: Sequence[int], directory: Path, given: Sequence[str] = (), titles: Sequence[str] | None = None
+) -> list[Run]:
+    """All runs of a study, or of its lines of these titles, seed after seed, so that an early end leaves whole seeds. A
+    line's changes come after those that are given. ValueError where none of an algorithm's learning rates was tried."""
+    lines = [line for line in STUDIES[study] if titles is None or line.title in titles]
+    factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in lines)), directory)
     runs = []
     for seed in seeds:
-        for line in STUDIES[study]:
+        for line in lines:
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", directory)
             runs.append(replace(run, changes=(*run.changes, *line.length, *given, *line.changes)))
@@ -205,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("studies", nargs="+", choices=list(STUDIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--lines", nargs="+", metavar="TITLE", help="of these lines alone, as `AWM`")
     add_options(parser)
     add_base(parser)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where the algorithms' runs are")

@@ -381,7 +381,8 @@ def _taught(key: str, seed: int, others: Path) -> Path:
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
-    """The model that all runs begin with, `model`."""
+    """The model that all runs begin with, `model`, and whether theirs stay, `keep_models`."""
+    parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     about = "folder of the base; without it, the demo's for GPUs, which is made where it is missing"
     parser.add_argument("--model", type=Path, default=WIDER.path, help=about)
 
@@ -403,7 +404,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help=f"{FIRST_SEED} tries learning rates")
     add_options(parser)
     add_base(parser)
-    parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
     parser.add_argument("--page", type=Path, default=PAGE, help="that `page` rewrites (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")

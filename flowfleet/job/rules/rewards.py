@@ -31,8 +31,20 @@ def rewards(job: JobSpec) -> Iterator[str]:
             )
         if is_scored and part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
             yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
+        if part.held_out_only:
+            yield from _held_out_only(job, name)
         if part.clip is not None and not part.has_influence:
             yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
+
+
+def _held_out_only(job: JobSpec, name: str) -> Iterator[str]:
+    part, setting = job.rewards[name], f"rewards.{name}.held_out_only"
+    if part.has_influence or part.gate is not None:
+        yield f"{setting} leaves it no training sample to count for: set its weight to 0 and leave its gate out"
+    if not job.data.is_validated:
+        yield f"{setting} leaves it nothing to score: give data.validation, or leave it out"
+    if name in (*job.algorithm.kl_gate.rewards, job.algorithm.diversity):
+        yield f"{setting}: the algorithm reads {name} of training samples: leave it out"
 
 
 def _without_influence(rewards: Mapping[str, RewardPart]) -> Iterator[str]:

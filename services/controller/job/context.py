@@ -76,8 +76,8 @@ class JobContext(JobCore):
         await self.changes.until(condition)
 
     def rewards(self, prompt: Prompt, step: int) -> Mapping[str, RewardPart]:
-        """Rewards that score samples of a prompt, as its source weighs them."""
-        return self.spec.data.scoring(prompt.origin, self.machine.rewards_at(step))
+        """Rewards that score training samples of a prompt, as its source weighs them."""
+        return self.spec.data.scoring(prompt.origin, self.machine.training_rewards_at(step))
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         """One a group."""

@@ -108,7 +108,7 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
                 teacher=credit.teacher,
             )
     if job.spec.trains_on_gradients:
-        rewards = job.machine.rewards_at(step)
+        rewards = job.machine.training_rewards_at(step)
 
         def weights(prompt: Prompt) -> dict[str, float]:
             return {name: weight_at(part, step) for name, part in job.rewards(prompt, step).items()}

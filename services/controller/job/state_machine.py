@@ -399,9 +399,13 @@ class Machine:
         return is_new and event.version < self.steps and disagreement.is_above(self.spec, event)
 
     def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
-        """Rewards that score the samples of a step, and the validation of the version with the same number."""
+        """Rewards of a step, and of the validation of the version with the same number."""
         revision = self._revision(step)
         return revision.set.rewards if revision else self.spec.rewards
+
+    def training_rewards_at(self, step: int) -> Mapping[str, RewardPart]:
+        """Rewards among them that score the samples of the step."""
+        return {name: part for name, part in self.rewards_at(step).items() if not part.held_out_only}
 
     def shadows_at(self, step: int) -> Mapping[str, ShadowPart]:
         """Shadows of those rewards."""

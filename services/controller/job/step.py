@@ -165,7 +165,7 @@ class TrainingStep:
         Without pairs that differ the request is empty: the trainer counts the step and learns nothing. A step without
         any score gives an empty request too, and pauses the job."""
         job = self.job
-        batch, rewards = job.machine.state.batches[step], job.machine.rewards_at(step)
+        batch, rewards = job.machine.state.batches[step], job.machine.training_rewards_at(step)
         scored = await asyncio.to_thread(batch.scored)
         credits = (await asyncio.to_thread(credits_of, job.spec, rewards, step, scored))[0] if scored else []
         request = await requests.train_step(job, step, credits)

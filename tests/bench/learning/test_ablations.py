@@ -23,7 +23,7 @@ def tried(directory: Path) -> None:
     """Flow-GRPO did best at twice its learning rate, the others at their own."""
     for name, reward in (
         *(("ocr-1-1", 0.5), ("ocr-2-1", 0.6), ("awm-1-1", 0.7)),
-        *(("crd-1-1", 0.7), ("diffusion_nft_full-1-1", 0.7)),
+        *(("crd-1-1", 0.7), ("diffusion_nft_full-1-1", 0.7), ("ocr_full-1-1", 0.7), ("flow_cps-0.5-1", 0.7)),
     ):
         folder = directory / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,12 @@ def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: P
     assert len(found) == len(STUDIES[study])
     assert {one.rollout.prompts_per_step * one.rollout.group_size for one in found.values()} == {144}
     rates = {(one.algorithm.name, one.trainer.optimizer.lr) for one in found.values()}
-    others = {"guidance": {("awm", 6e-4)}, "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)}}
+    ways = {("flow_grpo", 1e-4), ("flow_cps", 4.5e-4)}
+    others = {
+        "guidance": {("awm", 6e-4)},
+        "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)} | ways,
+        "full_settings": {("flow_grpo", 2e-4)} | ways,
+    }
     assert rates == {("flow_grpo", 1.2e-3)} | others.get(study, set())
 
 

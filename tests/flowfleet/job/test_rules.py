@@ -750,6 +750,25 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rewards.b.clip has no effect",
         "leave it out",
     ),
+    "a weight for what no training sample gets": (
+        {"data": {"train": "p.txt", "validation": "v.txt"}, "rewards": {"ocr": {}, "b": {"held_out_only": True}}},
+        "rewards.b.held_out_only leaves it no training sample to count for",
+        "set its weight to 0",
+    ),
+    "held-out scores without held-out prompts": (
+        {"rewards": {"ocr": {}, "b": {"weight": 0, "held_out_only": True}}},
+        "rewards.b.held_out_only leaves it nothing to score",
+        "give data.validation",
+    ),
+    "diversity of held-out samples": (
+        {
+            "data": {"train": "p.txt", "validation": "v.txt"},
+            "algorithm": {"diversity": "b"},
+            "rewards": {"ocr": {}, "b": {"weight": 0, "held_out_only": True}},
+        },
+        "rewards.b.held_out_only: the algorithm reads b of training samples",
+        "leave it out",
+    ),
     "a gate with two limits": (
         {"rewards": {"ocr": {"gate": {"below": 0, "above": 1}}}},
         "rewards.ocr.gate: a gate needs one limit",

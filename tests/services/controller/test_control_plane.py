@@ -634,6 +634,29 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
 
 
 @pytest.mark.anyio
+async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = job(
+        data={"validation": str(tmp_path / "prompts.txt")},
+        rewards={"ocr": {}, "judge": {"weight": 0.0, "held_out_only": True}},
+    )
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.submit(settings)
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert (sum(fleet.rewards["ocr"].sizes), sum(fleet.rewards["judge"].sizes)) == (2 * 8 + 2 * 3, 2 * 3)
+        rows = [row.values for row in await fleet.store.metrics(record.id)]
+        assert [row["val-core/rewards/judge/mean"] for row in rows if "val/reward" in row] == [0.5, 0.5]
+        told = {name for row in rows for name in row if name.startswith("critic/rewards/")}
+        assert "critic/rewards/ocr/mean" in told
+        assert not [name for name in told if "judge" in name], "of training it says nothing"
+
+    await run(use, ocr=ScriptedReward(by_index), judge=ScriptedReward(lambda sample: 0.5))
+
+
+@pytest.mark.anyio
 async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:

@@ -100,7 +100,7 @@ class Reports:
         batch, now = state.batches[step], steady_time()
         duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
         self._durations.append(duration)
-        num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
+        num_scored, rewards = batch.count("scored"), job.machine.training_rewards_at(step)
         figures, spread = await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch)
         row = {
             **result.metrics,

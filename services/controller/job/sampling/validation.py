@@ -85,7 +85,7 @@ async def _score(
 ) -> list[SampleScore]:
     """Scores with all rewards where each prompt has a group of samples. A lone sample is scored by the rewards that can
     do that; if none of them counts there is no total."""
-    rewards = job.rewards(prompts[0], version)
+    rewards = job.spec.data.scoring(prompts[0].origin, job.machine.rewards_at(version))
     is_alone = job.spec.schedule.validation_samples == 1
     grouped = await job.scoring.group_rewards(rewards) if is_alone else []
     for name in grouped:
