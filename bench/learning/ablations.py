@@ -8,7 +8,7 @@ that was best there, with changes of its own; every line makes as many pictures.
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
 base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has six
 algorithms in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES;
-`full_settings` tries how Flow-GRPO had best train there. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is
+`full_settings` compares ways to train by Flow-GRPO there. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is
 there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -58,7 +58,7 @@ FULL_WORLD: Final = (
     *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=3"),
     "schedule.save_every=50",
 )
-"""Without guidance its base shows one prompt in eight."""
+"""Without guidance its base shows one prompt in ten."""
 
 
 @dataclass(frozen=True)

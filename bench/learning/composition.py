@@ -1,7 +1,7 @@
 """Composition: every algorithm on the small world at equal samples, scored by the judge that training never sees.
 
-    nvidia-cuda-mps-control -d    # runs share a GPU, at most 16
-    python -m bench.learning.composition train --gpus 0,1 --parallel 32 --cores-per-run 1
+    nvidia-cuda-mps-control -d    # runs share a GPU, at most 17
+    python -m bench.learning.composition train --gpus 0,1 --parallel 34 --cores-per-run 1
     python -m bench.learning.composition train --algorithms awm crd --seeds 1 …    some of it
     python -m bench.learning.composition page                                      table and curves of what is there
 

@@ -569,7 +569,7 @@ class RewardPart(Part):
     gate: GatePart | None = None
     """Gate on the raw score."""
     held_out_only: bool = False
-    """It scores samples of held-out prompts alone, and costs a step nothing; with a weight of 0 and no gate."""
+    """Score held-out samples alone; a step does not wait for it. Needs a weight of 0 and no gate."""
     on_failure: Literal["pause", "drop", "skip"] = "pause"
     """When the service has failed for `timeouts.rewards_s`, or its scores were pending for `timeouts.pending_s`: pause
     the job, drop the samples (`no_score_NAME`), or continue with the other rewards, which is recorded and counted."""

@@ -82,7 +82,10 @@ def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = 
             if pairs:
                 found.append(max((_of(sample, *pair) for pair in pairs), key=lambda one: one.size))
     if not compared:
-        raise ValueError("no two scorers scored the same sample: a job of two rewards, or one with a shadow, is needed")
+        raise ValueError(
+            "no two scorers scored the same sample: a job of two rewards, or one with a shadow, is needed; what is "
+            "held_out_only scores those of --purpose validate"
+        )
     return sorted((one for one in found if one.size > (0.0, 0.0)), key=lambda one: one.size, reverse=True)
 
 

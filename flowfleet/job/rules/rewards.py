@@ -19,6 +19,8 @@ def rewards(job: JobSpec) -> Iterator[str]:
     is_scored = job.method.data == "prompts" and job.loss.reads_rewards
     if (is_scored or job.data.is_validated) and not rewards:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
+    for name in (name for name, part in rewards.items() if part.held_out_only):
+        yield from _held_out_only(job, name)
     if job.method.data != "prompts" or not rewards:
         return
     if not job.is_evaluation and is_scored:
@@ -31,8 +33,6 @@ def rewards(job: JobSpec) -> Iterator[str]:
             )
         if is_scored and part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
             yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
-        if part.held_out_only:
-            yield from _held_out_only(job, name)
         if part.clip is not None and not part.has_influence:
             yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
 
@@ -40,8 +40,11 @@ def rewards(job: JobSpec) -> Iterator[str]:
 def _held_out_only(job: JobSpec, name: str) -> Iterator[str]:
     part, setting = job.rewards[name], f"rewards.{name}.held_out_only"
     if part.has_influence or part.gate is not None:
-        yield f"{setting} leaves it no training sample to count for: set its weight to 0 and leave its gate out"
-    if not job.data.is_validated:
+        yield (
+            f"{setting} leaves it no training sample to count for: set its weight to 0 and leave its gate out, or set "
+            "this to false"
+        )
+    if not any(name in job.data.scoring(source.name, job.rewards) for source in job.data.held_out):
         yield f"{setting} leaves it nothing to score: give data.validation, or leave it out"
     if name in (*job.algorithm.kl_gate.rewards, job.algorithm.diversity):
         yield f"{setting}: the algorithm reads {name} of training samples: leave it out"

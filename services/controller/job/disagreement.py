@@ -48,8 +48,8 @@ def reason(spec: JobSpec, validated: Validated) -> str:
         f"version {validated.version}: since its best validation rewards.{validated.parted} has lost "
         f"{validated.disagreement:.2f} of its standard deviations, above schedule.max_disagreement = "
         f"{spec.schedule.max_disagreement:g}, while the job's reward has not fallen. Look at the samples (`flowfleet "
-        "samples ID --disagree 20`); then finish the job, submit one from an earlier checkpoint with other rewards or "
-        "algorithm.kl_coef, or resume it: it continues unchanged to the next validation"
+        "samples ID --purpose validate --disagree 20`); then finish the job, submit one from an earlier checkpoint "
+        "with other rewards or algorithm.kl_coef, or resume it: it continues unchanged to the next validation"
     )
 
 

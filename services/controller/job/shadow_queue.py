@@ -110,8 +110,10 @@ class ShadowQueue:
         if not samples:
             return
         await self._retire()
-        step = samples[0].id.step
-        scoring = self._job.spec.data.scoring(prompts[0].origin, self._job.machine.rewards_at(step))
+        step, machine = samples[0].id.step, self._job.machine
+        is_held_out = samples[0].purpose == common_pb2.PURPOSE_VALIDATE
+        rewards = machine.rewards_at(step) if is_held_out else machine.training_rewards_at(step)
+        scoring = self._job.spec.data.scoring(prompts[0].origin, rewards)
         for name, part, pair in self._shadows_at(step):
             if part.beside not in scoring:
                 continue

@@ -56,6 +56,14 @@ class Work:
     """Number of samples that a replica is given at once."""
     unscored: int = 0
     """Samples that wait for a reward or are there."""
+    held_out: int = 0
+    """Held-out samples among them."""
+    spared: frozenset[str] = frozenset()
+    """Rewards that are asked about held-out samples alone."""
+
+    def unscored_by(self, reward: str) -> int:
+        """Samples that wait for this reward or are there."""
+        return self.held_out if reward in self.spared else self.unscored
 
 
 class Demand(BaseModel):
@@ -94,17 +102,21 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
         + math.ceil(prompts / machine.spec.held_out_per_request),
         samples_per_replica=LOOKAHEAD * rollout.batch_size,
         unscored=sum(batch.count("sampled") for batch in batches) + held_out,
+        held_out=held_out,
+        spared=frozenset(work.rewards) - _services(record, machine, training=True),
     )
 
 
-def _services(record: JobRecord, machine: Machine | None) -> set[str]:
-    """Reward services that the job asks now, or will from the next step on; its shadows' too."""
+def _services(record: JobRecord, machine: Machine | None, *, training: bool = False) -> set[str]:
+    """Reward services that the job asks now, or will from the next step on; its shadows' too. `training`: those alone
+    that score training samples."""
     if machine is None:
         newest = record.rewards.newest
         parts = [*(newest.rewards or record.spec["rewards"]).items(), *newest.shadows.items()]
         return {part.get("service") or name for name, part in parts}
     steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
-    rewards = {part.service_of(name) for step in steps for name, part in machine.rewards_at(step).items()}
+    at = machine.training_rewards_at if training else machine.rewards_at
+    rewards = {part.service_of(name) for step in steps for name, part in at(step).items()}
     return rewards | {part.service or name for step in steps for name, part in machine.shadows_at(step).items()}
 
 
@@ -123,10 +135,10 @@ def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, De
         for name in work.rewards:
             scoring.setdefault(name, []).append(work)
     for name, users in scoring.items():
-        at_once = sum(min(work.unscored, MAX_SCORING) for work in users)
+        at_once = sum(min(work.unscored_by(name), MAX_SCORING) for work in users)
         found["reward", name] = Demand(
             replicas=max(1, math.ceil(at_once / REWARD_SAMPLES)),
-            waiting=sum(work.unscored for work in users) - at_once,
+            waiting=sum(work.unscored_by(name) for work in users) - at_once,
             in_flight=at_once,
             jobs=tuple(sorted(work.job_id for work in users)),
         )

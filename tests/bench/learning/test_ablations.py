@@ -87,6 +87,12 @@ def test_studies_want_a_learning_rate(tmp_path: Path) -> None:
         plan("group", [1], tmp_path)
 
 
+def test_lines_may_be_chosen(tmp_path: Path) -> None:
+    tried(tmp_path)
+    chosen = plan("full", [1, 2], tmp_path, titles=["AWM"])
+    assert [run.directory.name for run in chosen] == ["AWM-1", "AWM-2"]
+
+
 def test_seeds_come_whole(tmp_path: Path) -> None:
     tried(tmp_path)
     assert [run.seed for run in plan("group", [1, 2], tmp_path)] == [1] * 4 + [2] * 4

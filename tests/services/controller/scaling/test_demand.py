@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.client.types import Desired, JobStatus
-from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.job.spec import JobSpec, RewardPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.job import events as ev
@@ -130,6 +131,19 @@ def test_every_sample_of_a_held_out_prompt_is_work() -> None:
     groups = math.ceil(spec.rollout.prompts_per_step / (spec.rollout.batch_size // spec.rollout.group_size))
     assert work is not None
     assert (work.samples, work.requests) == (spec.samples_per_step + 35, groups + batches)
+
+
+def test_a_reward_of_held_out_samples_needs_no_replicas_for_others() -> None:
+    spec = spec_of(prompts_per_step=16)
+    rewards = {"ocr": RewardPart(), "judge": RewardPart(weight=0, held_out_only=True)}
+    watching = spec.model_copy(update={"rewards": rewards})
+    work = work_of(record_of(watching), started(watching), 7)
+    assert work is not None
+    assert (work.rewards, work.spared) == (("judge", "ocr"), {"judge"})
+    found = demand([replace(work, unscored=REWARD_SAMPLES * 3, held_out=0)], {})
+    assert (found["reward", "ocr"].replicas, found["reward", "judge"].replicas) == (3, 1)
+    found = demand([replace(work, unscored=REWARD_SAMPLES * 3, held_out=REWARD_SAMPLES * 2)], {})
+    assert found["reward", "judge"].replicas == 2
 
 
 def test_a_lost_trainer_does_not_take_the_replicas_away() -> None:

@@ -95,6 +95,7 @@ function rowsOf({ id, name, rewards, values }) {
   const parts = Object.entries(rewards.active.rewards);
   return parts.map(([reward, part], at) => {
     const shadows = Object.entries(rewards.comparison).filter(([, comparison]) => comparison.beside === reward);
+    const of = part.held_out_only ? "val-core" : "critic";
     return html`
       <tr key=${`${id}/${reward}`} class=${at ? "" : "first"}>
         ${
@@ -109,12 +110,12 @@ function rowsOf({ id, name, rewards, values }) {
             part.weight
               ? number(part.weight)
               : html`
-                  <span class="soft">watches</span>
+                  <span class="soft">${part.held_out_only ? "watches validations" : "watches"}</span>
                 `
           }
         </td>
-        <td class="num">${number(values[`critic/rewards/${reward}/mean`])}</td>
-        <td class="num">${number(values[`critic/rewards/${reward}/missing`] ?? 0)}</td>
+        <td class="num">${number(values[`${of}/rewards/${reward}/mean`])}</td>
+        <td class="num">${number(values[`${of}/rewards/${reward}/missing`] ?? 0)}</td>
         <td>
           ${shadows.map(
             ([shadow, { train }]) => html`

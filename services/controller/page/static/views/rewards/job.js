@@ -70,7 +70,7 @@ function Active({ rewards }) {
                       part.weight
                         ? number(part.weight)
                         : html`
-                            <span class="soft">watches</span>
+                            <span class="soft">${part.held_out_only ? "watches validations" : "watches"}</span>
                           `
                     }
                   </td>
