@@ -70,7 +70,7 @@ class Samples:
 
 def context(spec: JobSpec) -> Any:
     prompts = [Prompt(name) for name in "abc"]
-    machine = SimpleNamespace(rewards_at=lambda step: spec.rewards)
+    machine = SimpleNamespace(training_rewards_at=lambda step: spec.rewards)
     rewards = {"rewards": lambda prompt, step: spec.rewards, "machine": machine}
     return SimpleNamespace(job_id="job", spec=spec, prompts=lambda step: prompts, refs=Samples(spec), **rewards)
 
