@@ -19,6 +19,7 @@ from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
 from flowfleet.planning.skeleton import META, MetaRun, blocks, fused_attention, load_skeleton, shortened
 from flowfleet.quantization.layers import large_experts, large_linears
+from flowfleet.rewards.gradients import num_decoded_together
 from flowfleet.weights.weights import dtype_of
 
 DECODED_PIXELS = 2**22
@@ -156,9 +157,10 @@ def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:
 
 
 def _decoding_with_gradient(skeleton: ModelAdapter, spec: JobSpec) -> int:
-    """Bytes of one sample, as the trainer decodes: activations are computed again where the VAE can."""
+    """Bytes of the samples that the trainer decodes together: activations are computed again where the VAE can."""
     skeleton.checkpoint_decoding()
-    latents = torch.empty(1, *skeleton.latent_shape(spec.rollout.size), device=META, requires_grad=True)
+    rows = min(spec.trainer.micro_batch_size, num_decoded_together(spec.rollout.size))
+    latents = torch.empty(rows, *skeleton.latent_shape(spec.rollout.size), device=META, requires_grad=True)
     with fused_attention(), LiveBytes() as live:
         pixels = skeleton.pixels(latents, spec.rollout.size)
         torch.autograd.backward([pixels], [torch.empty_like(pixels)])

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from flowfleet.media.files import MediaLimits
+from flowfleet.models.settings import Size
 from flowfleet.proto.reward_pb2 import PixelSample
 from flowfleet.rpc.endpoint import MAX_MESSAGE_BYTES
 
@@ -23,9 +24,16 @@ Pixels = NDArray[np.float32]
 
 MAX_GRADIENT_BYTES: Final = MAX_MESSAGE_BYTES // 2
 """Most bytes of pixels in a call: well below the limit of a message."""
+DECODED_AT_ONCE: Final = 512 * 512
+"""Pixels, of all frames, of the samples that a trainer decodes together with gradient; a larger sample is alone."""
 PIXELS, GRADIENT = "pixels", "gradient"
 
 _CHANNELS = 3
+
+
+def num_decoded_together(size: Size) -> int:
+    """Samples of a size that a trainer decodes together, 1 at least."""
+    return max(1, DECODED_AT_ONCE // (size.height * size.width * size.num_frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

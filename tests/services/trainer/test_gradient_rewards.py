@@ -159,6 +159,20 @@ def test_two_steps_equal_one_graph_through_decoder_and_reward(
     assert_two_steps(job(tiny_qwen_image, ALGORITHMS[name] | {"kl_coef": 0.01}, mode=mode), ranks, files, tmp_path)
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_pictures_are_decoded_as_many_together_as_have_room(
+    together: int,
+    tiny_qwen_image: Path,
+    ranks: Ranks,
+    files: SyncBlobs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three of a micro-batch: one after the other, or two and the last."""
+    monkeypatch.setattr("flowfleet.rewards.gradients.DECODED_AT_ONCE", together * 32 * 32)
+    assert_two_steps(job(tiny_qwen_image, ALGORITHMS["srpo"] | {"kl_coef": 0.01}), ranks, files, tmp_path)
+
+
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_hunyuan_image3_learns_by_srpo_as_one_graph_says(
     mode: str, ranks: Ranks, files: SyncBlobs, tmp_path: Path

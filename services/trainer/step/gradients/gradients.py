@@ -2,17 +2,17 @@
 
     latents ─► decode, without gradient ─► pixels ─► rewards ─► gradient by pixels
                                                                      │
-    gradient by latents ◄─ decode again, a picture at a time ◄───────┘
+    gradient by latents ◄─ decode again, few at a time ◄─────────────┘
 
-So the activations of one picture's decoding are in memory, and none of the transformer's. What was asked once for a
-step is read again (store.py).
+So the activations of decoding one large picture, or some small ones, are in memory, and none of the transformer's. What
+was asked once for a step is read again (store.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor
 from flowfleet.algorithms.reward_gradient import Wish, with_words
 from flowfleet.data.lineage import digest_of, follow
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.settings import Size
 from flowfleet.proto.trainer_pb2 import GroupPrompt, TrainStepRequest
 from flowfleet.rewards.failures import RewardUnavailable, at
-from flowfleet.rewards.gradients import PixelInput, Pixels
+from flowfleet.rewards.gradients import PixelInput, Pixels, num_decoded_together
 from services.trainer.beats import Phase
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.step.gradients.client import GradientClient, Scored
@@ -82,18 +83,23 @@ class RewardGradients:
         known = [self._store.get(name) for name in names]
         new = [place for place, found in enumerate(known) if found is None]
         if new:
+            parts = [part for part in _together(len(rows), self._spec.rollout.size) if not set(part).isdisjoint(new)]
             with torch.no_grad():
-                pixels = torch.cat([self._decoded(image[place : place + 1]) for place in new]).cpu()
+                decoded = [self._decoded(image[part.start : part.stop]).cpu() for part in parts]
+            pixels = dict(zip(chain.from_iterable(parts), chain.from_iterable(decoded), strict=True))
+            asked = torch.stack([pixels[place] for place in new])
             with self._ranks.beats.phase(Phase.OUTSIDE):
-                found = self._asked([rows[place] for place in new], pixels, [_at(wish, new) for wish in wishes])
-            for place, one in zip(new, found, strict=True):
-                if one is None:
-                    known[place] = none = RowGradient(torch.zeros(image.shape[1:]), 0.0, is_missing=True)
-                    self._unkept[names[place]] = none
-                    continue
-                by_pixels, reward = one
-                known[place] = row = RowGradient(self._by_latents(image[place : place + 1], by_pixels), reward)
-                self._store.put(names[place], row)
+                found = self._asked([rows[place] for place in new], asked, [_at(wish, new) for wish in wishes])
+            answers = dict(zip(new, found, strict=True))
+            for part in parts:
+                targets = torch.zeros(len(part), *asked.shape[1:])
+                for target, answer in zip(targets, map(answers.get, part), strict=True):
+                    if answer is not None:
+                        target.copy_(torch.from_numpy(answer[0]))
+                gradients = self._by_latents(image[part.start : part.stop], targets)
+                for place, gradient in zip(part, gradients, strict=True):
+                    if place in answers:
+                        known[place] = self._row(names[place], gradient, answers[place])
                 self._ranks.beats.beat()
         kept = [row for row in known if row is not None]
         missing = torch.tensor([float(row.is_missing) for row in kept])
@@ -126,17 +132,24 @@ class RewardGradients:
         self._ranks.beats.beat()
         return pixels
 
-    def _by_latents(self, image: Tensor, by_pixels: Pixels) -> Tensor:
-        """(*latent) float32 on the CPU: the gradient, decoded once more with gradient."""
+    def _by_latents(self, image: Tensor, by_pixels: Tensor) -> Tensor:
+        """(B, *latent) float32 on the CPU: the gradients by pixels, decoded once more with gradient."""
         latents = image.detach().clone().requires_grad_()
         with torch.enable_grad():
             pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
-            target = torch.from_numpy(by_pixels)[None]
-            scale = (
-                2.0 ** math.frexp(float(target.abs().max()))[1]
-            )  # keeps small ones in the range of a float16 decoder
-            (gradient,) = torch.autograd.grad(pixels, latents, (target / scale).to(pixels))
-        return gradient[0].float().cpu() * scale
+            # keeps small ones in the range of a float16 decoder
+            scale = torch.exp2(torch.frexp(by_pixels.flatten(1).abs().amax(1)).exponent.float())
+            (gradient,) = torch.autograd.grad(pixels, latents, _times(by_pixels, 1 / scale).to(pixels))
+        return _times(gradient.float().cpu(), scale)
+
+    def _row(self, name: str, gradient: Tensor, answer: tuple[Pixels, float] | None) -> RowGradient:
+        """Keeps what rewards said of a row; until `settle`, where they could not score it."""
+        if answer is None:
+            self._unkept[name] = row = RowGradient(torch.zeros_like(gradient), 0.0, is_missing=True)
+        else:
+            row = RowGradient(gradient, answer[1])
+            self._store.put(name, row)
+        return row
 
     def _asked(self, rows: Sequence[int], pixels: Tensor, wishes: Sequence[Wish]) -> list[tuple[Pixels, float] | None]:
         """Asks the rewards. For each row the gradient (3, H, W) of its wishes' weighted sum, and that sum; None where a
@@ -163,6 +176,17 @@ class RewardGradients:
 
     def _prompt(self, row: int) -> GroupPrompt:
         return self._prompts[self._request.samples[row].sample.id.group]
+
+
+def _together(num: int, size: Size) -> list[range]:
+    """Rows that are decoded together, whatever is known of them: so a step that is applied again computes the same."""
+    step = num_decoded_together(size)
+    return [range(start, min(start + step, num)) for start in range(0, num, step)]
+
+
+def _times(rows: Tensor, factors: Tensor) -> Tensor:
+    """Multiplies each row (B, …) by its factor (B,)."""
+    return rows * factors.view(-1, *[1] * (rows.dim() - 1))
 
 
 def _added(before: tuple[Pixels, float] | None, answer: Scored, wish: Wish, factor: float) -> tuple[Pixels, float]:
