@@ -137,8 +137,8 @@ class RewardGradients:
         latents = image.detach().clone().requires_grad_()
         with torch.enable_grad():
             pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
-            # keeps small ones in the range of a float16 decoder
-            scale = torch.exp2(torch.frexp(by_pixels.flatten(1).abs().amax(1)).exponent.float())
+            # keeps small ones in the range of a float16 decoder, and its inverse finite
+            scale = torch.exp2(torch.frexp(by_pixels.flatten(1).abs().amax(1)).exponent.clamp(min=-100).float())
             (gradient,) = torch.autograd.grad(pixels, latents, _times(by_pixels, 1 / scale).to(pixels))
         return _times(gradient.float().cpu(), scale)
 
