@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -100,6 +101,29 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         assert [(each["number"], each["from_step"]) for each in told] == [(1, 2), (2, 4)]
 
     await run(use, first=first, second=second)
+
+
+@pytest.mark.anyio
+async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run: Run, job: Any, tmp_path: Path) -> None:
+    first, second = HeldReward(by_index, 1), ScriptedReward(by_index)
+    judge = {"service": "judge", "weight": 0.0, "held_out_only": True}
+    settings = job(
+        data={"validation": str(tmp_path / "prompts.txt")},
+        rewards={"ocr": {"service": "first"}, "judge": judge},
+        schedule=SCHEDULE,
+    )
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(settings)).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        await change(fleet, job_id, shadow={"judge2": {"for": "judge", "service": "second"}})
+        first.gates["1"].set()
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert second.sizes
+        assert set(second.sizes) == {3}, "validations have three prompts, groups four samples"
+
+    await run(use, first=first, second=second, judge=ScriptedReward(by_index))
 
 
 @pytest.mark.anyio
