@@ -7,7 +7,7 @@ Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidan
 that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
 base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has six
-algorithms in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES;
+lines in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES;
 `full_settings` compares ways to train by Flow-GRPO there. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is
 there is kept. With --page each study's part of a page is rewritten.
 """
