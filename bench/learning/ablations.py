@@ -6,10 +6,10 @@
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the learning rate
 that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
 how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
-base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `full` has six
-lines in the full world, and wants its base by --model and its judges in $FLOWFLEET_COMPOSITION_JUDGES;
-`full_settings` compares ways to train by Flow-GRPO there. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is
-there is kept. With --page each study's part of a page is rewritten.
+base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `medium` and `full` have
+lines in those worlds, and want their base by --model and their judges in $FLOWFLEET_COMPOSITION_JUDGES;
+`full_settings` compares ways to train by Flow-GRPO in the full one. Runs go into DIRECTORY/<study>/<line>-<seed>; a run
+that is there is kept. With --page each study's part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rich.console import Console
 from bench.learning.composition import (
     DIRECTORY,
     PROMPTS,
+    SAMPLES,
     SCORE,
     Algorithm,
     add_base,
@@ -52,13 +53,25 @@ USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
-FULL_WORLD: Final = (
-    f'data.train="{PROMPTS}/full_train.jsonl"',
-    f'data.validation="{PROMPTS}/full_seen.jsonl"',
-    *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=3"),
-    "schedule.save_every=50",
+
+
+def _large(world: str) -> tuple[str, ...]:
+    """Settings of the medium or the full world. Without guidance the full one's base shows one prompt in ten."""
+    return (
+        f'data.train="{PROMPTS}/{world}_train.jsonl"',
+        f'data.validation="{PROMPTS}/{world}_seen.jsonl"',
+        *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=3"),
+        "schedule.save_every=50",
+    )
+
+
+FULL_WORLD: Final = _large("full")
+MEDIUM_WORLD: Final = (
+    *_large("medium"),
+    'model.dtype="bfloat16"',
+    *("rollout.prompts_per_step=24", f"rollout.batch_size={SAMPLES}", f"trainer.micro_batch_size={SAMPLES}"),
 )
-"""Without guidance its base shows one prompt in ten."""
+"""Twice the pictures a step, in the type that real models have."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for one in (FLOW_GRPO, AWM)
         for scale in (1, 2, 3, 4)
     ],
+    "medium": [Line(one.title, MEDIUM_WORLD, one, lasting(400, 100)) for one in (FLOW_GRPO_FULL, NFT_FULL, AWM, CRD)],
     "full": [
         Line(one.title, FULL_WORLD, one, lasting(400, 40))
         for one in (FLOW_GRPO, FLOW_GRPO_FULL, CPS, NFT_FULL, AWM, CRD)
@@ -194,7 +208,8 @@ def plan(
         for line in lines:
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", directory)
-            runs.append(replace(run, changes=(*run.changes, *line.length, *given, *line.changes)))
+            changes = (*run.changes, *line.length, *given, *line.changes)
+            runs.append(replace(run, changes=changes, rewards=DEMOS["composition"].rewards))
     return runs
 
 

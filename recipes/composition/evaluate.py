@@ -36,7 +36,7 @@ from recipes.composition.make_prompts import read_lines
 from recipes.composition.pretrain import NUM_SAMPLING_STEPS, NUM_SHOWN, SHOWN_COLUMNS, load
 from recipes.composition.render import render
 from recipes.composition.scenes import CATEGORIES, choose, draw
-from recipes.composition.world import Split, World
+from recipes.composition.world import WORLDS, Split, World
 from recipes.tiny.painting import contact_sheet, paint
 from recipes.tiny.signs import Pixels
 
@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter that a job left")
-    parser.add_argument("--world", choices=("small", "full"), required=True)
+    parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--judge", type=Path, required=True, help="file of the judge that scores")
     parser.add_argument("--chooser", type=Path, help="file of a second judge: it chooses among --best-of pictures")
     parser.add_argument("--best-of", type=int, default=1, help="pictures for each prompt, of which one is scored")

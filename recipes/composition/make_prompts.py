@@ -1,4 +1,4 @@
-"""Write the prompts of both worlds: `python -m recipes.composition.make_prompts`. A rerun gives the same bytes.
+"""Write the prompts of all worlds: `python -m recipes.composition.make_prompts`. A rerun gives the same bytes.
 
 Each line has a prompt, and metadata with what GenEval's rules and the judges ask of a picture. No prompt is in two
 files of a world; `train` and `validation` differ from `seen` and `unseen` as `world` says: the prompts of validation
@@ -29,10 +29,11 @@ NUM_TRAIN, NUM_VALIDATION, NUM_SEEN, NUM_UNSEEN = 256, 16, 40, 40
 VALIDATION_SHARE = 3
 """Where a category has too few held-out prompts for both, validation gets one of so many."""
 ASKED: Final[Mapping[str, Sequence[str]]] = {
-    "small": [category for category in CATEGORIES if category != "text"],  # its models are too small to learn to write
+    "small": [category for category in CATEGORIES if category != "text"],
+    "medium": [category for category in CATEGORIES if category != "text"],
     "full": CATEGORIES,
 }
-"""Categories of each world's prompts."""
+"""Categories of each world's prompts. Models of the smaller ones are too small, or trained too short, to write."""
 DRAWS = 40
 """Scenes drawn for each prompt wanted, before a category counts as exhausted."""
 
@@ -81,8 +82,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PROMPTS, help="folder to write to (prompts/ next to this file)")
     folder = parser.parse_args().output
     folder.mkdir(parents=True, exist_ok=True)
-    for name, world in (("small", World.small(blank())), ("full", World.full(blank()))):
-        for split, lines in splits(world, ASKED[name]).items():
+    for name, asked in ASKED.items():
+        for split, lines in splits(getattr(World, name)(blank()), asked).items():
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (folder / f"{name}_{split}.jsonl").write_text(text)
 

@@ -3,7 +3,7 @@
     python -m recipes.composition.pretrain --world full --output runs/composition_full
     python -m recipes.composition.pretrain --world small --output recipes/composition/model
 
-The small world's takes 7 minutes of an H100 (264 of the transformer's steps a second); the full one's transformer takes
+The small world's takes 7 minutes of an H100 (264 of the transformer's steps a second); the others' transformer takes
 93 steps a second on an H200. A share of the captions is
 wrong or silent, as the web's are: that deficit is what reinforcement learning is to repair.
 `--flawed-share 0` makes the model that shows the ceiling.
@@ -63,6 +63,9 @@ class Plan:
 PLANS = {
     "small": Plan(
         SMALL, Recipe(3000, rate=2e-3, cooldown=0.8), 128, 40_000, FlowRecipe(80_000, rate=1.5e-3), pictures=300_000
+    ),
+    "medium": Plan(
+        FULL, Recipe(2000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(32_000, rate=8e-4), pictures=250_000
     ),
     "full": Plan(
         FULL, Recipe(3000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(60_000, rate=8e-4), pictures=400_000
@@ -250,7 +253,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     options, started = parse_options(), time.perf_counter()
     device = torch.device(options.device)
-    world = World.small() if options.world == "small" else World.full()
+    world: World = getattr(World, options.world)()
     compiled = device.type == "cuda" and not options.no_compile
     larger = World.of(options.larger, world.nouns) if options.larger else None
     pipeline = make(

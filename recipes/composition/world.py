@@ -32,7 +32,14 @@ NUM_WORDINGS: Final = 8
 NUM_STYLE_WORDINGS: Final = 4
 """The same for scenes of the category "style"."""
 
+WORLDS: Final = ("small", "medium", "full")
+"""Names of those that models are made for, each a method of `World`."""
 SMALL_NOUNS: Final = ("apple", "banana", "car", "cat", "fish", "guitar", "house", "key", "star", "umbrella")
+MEDIUM_NOUNS: Final = (
+    *SMALL_NOUNS,
+    *("airplane", "balloon", "bell", "butterfly", "cactus", "camera", "carrot", "crab", "cup", "dog", "drum"),
+    *("duck", "heart", "mushroom", "penguin", "pizza", "robot", "rocket", "strawberry", "sunflower", "tree", "turtle"),
+)
 
 PAIR_SHARE: Final = 8
 """One pair in so many is never trained on."""
@@ -67,6 +74,11 @@ class World:
     def small(cls, atlas: Atlas | None = None) -> World:
         """Ten things at 64×64, for CPUs."""
         return cls.of(64, SMALL_NOUNS, atlas)
+
+    @classmethod
+    def medium(cls, atlas: Atlas | None = None) -> World:
+        """32 things at 128×128, which a model learns in ten minutes of a GPU."""
+        return cls.of(128, MEDIUM_NOUNS, atlas)
 
     @classmethod
     def full(cls, atlas: Atlas | None = None) -> World:

@@ -47,7 +47,7 @@ from recipes.composition.pretrain import (
     scenes_to_learn,
     stored_dtype,
 )
-from recipes.composition.world import World
+from recipes.composition.world import WORLDS, World
 from recipes.tiny.painting import paint
 
 RENDERS_SEED, NOISE_SEED = 30_000, 40_000
@@ -153,7 +153,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", type=Path, required=True, help="folder of the base")
     common.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
-    common.add_argument("--world", choices=("small", "full"), required=True)
+    common.add_argument("--world", choices=WORLDS, required=True)
     common.add_argument("--steps", type=count, default=5000)
     common.add_argument("--batch", type=count, default=128, help="pictures of a step")
     common.add_argument("--rate", type=above_zero, default=3e-4, help="learning rate")

@@ -28,7 +28,7 @@ from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.service import file_of
 from recipes.composition.make_prompts import read_lines, read_prompts
 from recipes.composition.pretrain import load
-from recipes.composition.world import World
+from recipes.composition.world import WORLDS, World
 from recipes.tiny.painting import BATCH_SIZE, paint
 from recipes.tiny.pairs import Preference, preferences_of, write_preferences
 
@@ -71,7 +71,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the base")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--world", choices=("small", "full"), required=True)
+    parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--reward", type=Path, help="file of the reward's judge; without it the world's own")
     parser.add_argument("--prompts", type=Path, help="JSON Lines file; without it the world's training prompts")
     parser.add_argument("--pairs", type=count, default=2160, help="72 for each step of a job of 144 pictures (2160)")

@@ -18,7 +18,7 @@ from recipes.composition.captions import altered, prompt_lines
 from recipes.composition.judges.findings import Findings, answer
 from recipes.composition.render import render
 from recipes.composition.scenes import CATEGORIES, World, draw
-from recipes.composition.world import Split
+from recipes.composition.world import WORLDS, Split
 
 SEED = 999
 """Seed of the scenes that agreement is measured on; no judge is trained with it."""
@@ -83,7 +83,7 @@ def main() -> None:
     from recipes.composition.judges.loading import load_judge  # which both judges' packages come with
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", choices=("small", "full"), required=True)
+    parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--reward", type=Path)
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--scenes", type=int, default=4000)

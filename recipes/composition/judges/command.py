@@ -12,6 +12,7 @@ import torch
 
 from recipes.composition.judges.agreement import Judge, measure, table
 from recipes.composition.scenes import CATEGORIES, World
+from recipes.composition.world import WORLDS
 
 
 class Trained(Judge, Protocol):
@@ -27,7 +28,7 @@ class Trained(Judge, Protocol):
 def train_and_measure(about: str | None, train: Callable[[World, torch.device, int | None], Trained]) -> None:
     """`train` takes a world, a device and a number of iterations, None for the default."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--world", choices=("small", "full"), required=True)
+    parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--iterations", type=int, help="in place of the default")

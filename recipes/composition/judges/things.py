@@ -25,6 +25,7 @@ from recipes.composition.judges.findings import SIGN, Thing
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.make_prompts import read_lines
+from recipes.composition.nouns import read_nouns
 from recipes.composition.world import World
 
 THINGS = "things.csv"
@@ -58,31 +59,32 @@ class Labeled:
 
 def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device | str = "cpu") -> Labeled:
     """Labeled things. inner: how much of a box's width and height is its middle. Raises ValueError for a label that is
-    neither yes nor no, and an unknown noun."""
+    neither yes nor no, and an unknown noun. A noun of nouns.txt that is not among `nouns` is nothing."""
     lines = read_lines(folder / labels.PROMPTS)
     pictures = labels.read(folder, range(len(lines)))
     edge, at = pictures.shape[-1], (torch.arange(CELLS) + 0.5) / CELLS
+    known = {*nouns, *(noun.name for noun in read_nouns())}
     target = torch.zeros(len(lines), CELLS, CELLS, dtype=torch.long)
     refused = torch.zeros_like(target, dtype=torch.bool)
     with (folder / THINGS).open(newline="") as file:
         for row in csv.DictReader(file):
             if row["shown"] not in labels.CALLED:
                 raise ValueError(f"{folder / THINGS}: a thing is labeled {row['shown']!r}: write yes or no")
-            if row["noun"] not in nouns:
+            if row["noun"] not in known:
                 raise ValueError(f"{folder / THINGS}: this world has no {row['noun']!r}")
             left, top, right, bottom = (float(row[side]) / edge for side in ("left", "top", "right", "bottom"))
             across = (at - (left + right) / 2).abs() <= inner * (right - left) / 2
             inside = ((at - (top + bottom) / 2).abs() <= inner * (bottom - top) / 2)[:, None] & across
             number = int(row["picture"])
-            if labels.CALLED[row["shown"]]:
-                target[number][inside] = 1 + nouns.index(row["noun"])
-            else:
+            if not labels.CALLED[row["shown"]]:
                 refused[number] |= inside
+            elif row["noun"] in nouns:
+                target[number][inside] = 1 + nouns.index(row["noun"])
     return Labeled(pictures.to(device), target.to(device), refused.to(device))
 
 
 def kept(world: World) -> Path:
-    """The folder of a world's labels."""
+    """The folder of a world's labels; the medium one has those of the full one."""
     return LABELED / ("small" if world.nouns == World.small().nouns else "full")
 
 

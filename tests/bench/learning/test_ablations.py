@@ -43,15 +43,18 @@ def jobs(study: str, directory: Path) -> dict[str, JobSpec]:
 def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: Path) -> None:
     found = jobs(study, tmp_path)
     assert len(found) == len(STUDIES[study])
-    assert {one.rollout.prompts_per_step * one.rollout.group_size for one in found.values()} == {144}
+    pictures = {one.rollout.prompts_per_step * one.rollout.group_size for one in found.values()}
+    assert pictures == {288 if study == "medium" else 144}
     rates = {(one.algorithm.name, one.trainer.optimizer.lr) for one in found.values()}
     ways = {("flow_grpo", 1e-4), ("flow_cps", 4.5e-4)}
     others = {
         "guidance": {("awm", 6e-4)},
+        "medium": {("flow_grpo", 1e-4), ("diffusion_nft", 1e-4), ("awm", 6e-4), ("crd", 6e-4)},
         "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)} | ways,
         "full_settings": {("flow_grpo", 2e-4)} | ways,
     }
-    assert rates == {("flow_grpo", 1.2e-3)} | others.get(study, set())
+    usual = set() if study == "medium" else {("flow_grpo", 1.2e-3)}
+    assert rates == usual | others.get(study, set())
 
 
 def test_lines_change_what_they_say(tmp_path: Path) -> None:
@@ -63,6 +66,10 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["reward_alone-1"].algorithm.kl_coef == 0.0
     assert guards["gate-1"].rewards["image_quality"].gate is not None
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
+
+    medium = jobs("medium", tmp_path)["AWM-1"]
+    assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)
+    assert Path(str(medium.data.validation)).name == "medium_seen.jsonl"
 
     full = jobs("full", tmp_path)["DiffusionNFT-full-1"]
     assert (full.rollout.height, full.trainer.mode) == (128, "full")

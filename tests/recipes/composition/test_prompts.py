@@ -12,6 +12,7 @@ from recipes.composition.atlas import blank
 from recipes.composition.captions import caption
 from recipes.composition.make_prompts import ASKED, read_prompts, splits
 from recipes.composition.scenes import World, choose
+from recipes.composition.world import WORLDS
 from services.reward.scorers.networks.geneval_rules import read_request
 
 SPLITS = ("train", "validation", "seen", "unseen")
@@ -26,7 +27,7 @@ def test_the_script_gives_the_same_lines(small: World) -> None:
     assert splits(small, ASKED["small"]) == {name: read_prompts("small", name) for name in SPLITS}
 
 
-@pytest.mark.parametrize("world", ["small", "full"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_files_are_of_the_asked_categories_and_share_no_prompt(world: str) -> None:
     prompts: Counter[str] = Counter()
     for split in SPLITS:
@@ -60,7 +61,7 @@ def asked(line: dict[str, Any]) -> tuple[Any, ...]:
     return metadata["tag"], tuple(things), relation, metadata.get("word"), metadata.get("style")
 
 
-@pytest.mark.parametrize("world", ["small", "full"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_nothing_that_a_test_asks_for_is_asked_in_training(world: str) -> None:
     trained = {asked(line) for line in read_prompts(world, "train")}
     assert len({asked(line)[2] for line in read_prompts(world, "train")}) > 50  # not all are the same
@@ -81,5 +82,5 @@ def test_combinations_of_the_seen_prompts_are_trained_and_those_of_unseen_are_no
 
 
 def test_the_folder_holds_the_files_of_the_script_alone() -> None:
-    wanted = {f"{world}_{split}.jsonl" for world in ("small", "full") for split in SPLITS}
+    wanted = {f"{world}_{split}.jsonl" for world in WORLDS for split in SPLITS}
     assert {path.name for path in make_prompts.PROMPTS.iterdir()} == wanted

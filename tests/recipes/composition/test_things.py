@@ -44,12 +44,19 @@ def test_a_label_is_about_the_middle_of_its_box(folder: Path, world: World) -> N
 
 
 @pytest.mark.parametrize(
-    ("noun", "shown", "says"), [("apple", "maybe", "write yes or no"), ("unicorn", "yes", "has no")]
+    ("noun", "shown", "says"), [("apple", "maybe", "write yes or no"), ("sphinx", "yes", "has no")]
 )
 def test_other_labels_are_refused(folder: Path, world: World, noun: str, shown: str, says: str) -> None:
     write(folder, (0, noun, 0, 0, 9, 9, shown))
     with pytest.raises(ValueError, match=says):
         things.read(folder, world.nouns, 0.5)
+
+
+def test_what_a_larger_world_alone_has_is_nothing(folder: Path, world: World) -> None:
+    write(folder, (0, "unicorn", 0, 0, 32, 32, "yes"), (1, "unicorn", 0, 0, 32, 32, "no"))
+    found = things.read(folder, world.nouns, 0.5)
+    assert not found.nouns.any()
+    assert set(found.refused.nonzero()[:, 0].tolist()) == {1}
 
 
 def test_pictures_are_drawn_with_their_labels_in_a_mirror_too(folder: Path, world: World) -> None:
