@@ -3,13 +3,14 @@
     python -m bench.learning.ablations staleness --gpus 0 --parallel 8    [--model FOLDER] [--set KEY=VALUE …]
     python -m bench.learning.ablations group window guidance guards …
 
-Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the learning rate
-that was best there, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
-how old they were is a column: small micro-batches slow the trainer, so that samples grow old. `resolution` wants a
-base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `medium` and `full` have
-lines in those worlds, and want their base by --model and their judges in $FLOWFLEET_COMPOSITION_JUDGES;
-`full_settings` compares ways to train by Flow-GRPO in the full one. Runs go into DIRECTORY/<study>/<line>-<seed>; a run
-that is there is kept. With --page each study's part of a page is rewritten.
+Each line of a study is Flow-GRPO's job of `bench.learning.composition` (some have other algorithms'), at the learning
+rate that was best there, with changes of its own; every line of a study makes as many pictures. How old samples may be
+is a limit, and how old they were is a column: small micro-batches slow the trainer, so that samples grow old.
+`resolution` wants a base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`).
+`medium` and `full` have lines in those worlds, `full_settings` compares ways to train by Flow-GRPO in the full one.
+Without --model, which wants the judges in $FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in
+DIRECTORY/worlds. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's
+part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from bench.learning.composition import (
 from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
 from bench.learning.shared import shared_rewards
+from bench.learning.worlds import make_world, parts, world_of
 from docs.generate.markdown import content, rewrite, table
-from flowfleet.demo.demos import DEMOS
+from flowfleet.demo.demos import DEMOS, WIDER, Made
 
 FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL = (
     algorithm_of(key) for key in ("ocr", "ocr_full", "flow_cps", "awm", "crd", "diffusion_nft_full")
@@ -56,7 +58,7 @@ CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 
 
 def _large(world: str) -> tuple[str, ...]:
-    """Settings of the medium or the full world. Without guidance the full one's base shows one prompt in ten."""
+    """Settings of a world of 128×128 pixels. Without guidance the full one's base shows one prompt in ten."""
     return (
         f'data.train="{PROMPTS}/{world}_train.jsonl"',
         f'data.validation="{PROMPTS}/{world}_seen.jsonl"',
@@ -117,7 +119,10 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         for one in (FLOW_GRPO, AWM)
         for scale in (1, 2, 3, 4)
     ],
-    "medium": [Line(one.title, MEDIUM_WORLD, one, lasting(400, 100)) for one in (FLOW_GRPO_FULL, NFT_FULL, AWM, CRD)],
+    "medium": [
+        Line(FLOW_GRPO_FULL.title, (*MEDIUM_WORLD, "trainer.optimizer.lr=1e-4"), FLOW_GRPO_FULL, lasting(400, 100)),
+        *(Line(one.title, MEDIUM_WORLD, one, lasting(400, 100)) for one in (NFT_FULL, AWM, CRD)),
+    ],
     "full": [
         Line(one.title, FULL_WORLD, one, lasting(400, 40))
         for one in (FLOW_GRPO, FLOW_GRPO_FULL, CPS, NFT_FULL, AWM, CRD)
@@ -170,25 +175,38 @@ def main() -> int:
             raise ValueError(f"--lines: no study of these has {', '.join(sorted(unknown))}")
         if not options.table_only:
             where, begun = places(options), time.monotonic()
+            made = _own_world(options)
             given = (base_of(options), *options.set)
             asked = options.seeds, options.directory, given, options.lines
             runs = [run for study in options.studies for run in plan(study, *asked)]
             runs = [replace(run, keeps_model=options.keep_models) for run in runs]
             make_first(options, (), console)
+            if made:
+                make_world(made, options.gpus.split(","), console.print)
             with shared_rewards(where, DEMOS["composition"].rewards) as sharing:
                 errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
     except (ValueError, OSError) as mistake:
         sys.exit(str(mistake))
-    parts = {}
+    tables = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
         if results:
-            parts[_part(study)] = study_table(results)
+            tables[_part(study)] = study_table(results)
         table_of = study_table(results) if results else f"no finished run in {options.directory / study}"
         console.print(f"{study}\n\n{table_of}\n", markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
-        rewrite(options.page, parts)
+        rewrite(options.page, tables)
     return report(runs, errors, console)
+
+
+def _own_world(options: argparse.Namespace) -> list[Made]:
+    """What has to be made for studies of a larger world whose base is not given, which becomes `model`."""
+    world = world_of(options.studies)
+    if world is None or options.model != WIDER.path:
+        return []
+    made = parts(world, options.directory / "worlds")
+    options.model = made[0].path
+    return made
 
 
 def _part(study: str) -> str:

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from flowfleet.process.service import end_with_parent
@@ -32,9 +33,9 @@ class Made:
     or_else: str = "start the demo again, or set FLOWFLEET_DEVICE=cpu to train a smaller model on CPUs"
     """What one may do once the reason of a failure is mended."""
 
-    def make(self, say: Callable[[str], None]) -> None:
+    def make(self, say: Callable[[str], None], environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Makes it where it is missing: in a folder next to it, which is renamed when whole. `say` gets each line of
-        the module's log.
+        the module's log, which runs with these changes of the environment.
 
         Raises ValueError where the disk is full or the module fails.
         """
@@ -50,19 +51,20 @@ class Made:
         say(f"Making {self.what}, once, by `python -m {self.command}`:")
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{self.path.name}-") as aside:
             whole = Path(aside) / "whole"
-            if failed := _run(self.command, whole, say):
+            if failed := _run(self.command, whole, say, environment):
                 raise ValueError(f"{self.what} was not made: {failed}\nFix that and {self.or_else}.")
             if not self.path.exists():  # another demo may have made it meanwhile
                 os.rename(whole, self.path)
         say(f"{self.path} is made.\n")
 
 
-def _run(command: str, output: Path, say: Callable[[str], None]) -> str:
+def _run(command: str, output: Path, say: Callable[[str], None], environment: Mapping[str, str]) -> str:
     """How the module failed; empty where it did not."""
     argv = [sys.executable, "-m", *command.split(), "--output", str(output)]
     last = "it said nothing"
     with subprocess.Popen(
         argv,
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -127,7 +127,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    world: World = getattr(World, options.world)()
+    world = World.named(options.world)
     lines = read_lines(options.prompts) if options.prompts else held_out(world, options.split, options.num)
     lines = lines[: options.num]
     prompts = [line["prompt"] for line in lines]

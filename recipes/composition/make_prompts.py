@@ -33,7 +33,7 @@ ASKED: Final[Mapping[str, Sequence[str]]] = {
     "medium": [category for category in CATEGORIES if category != "text"],
     "full": CATEGORIES,
 }
-"""Categories of each world's prompts. Models of the smaller ones are too small, or trained too short, to write."""
+"""Categories that each world's prompts ask for. The bases of the smaller ones do not learn to write."""
 DRAWS = 40
 """Scenes drawn for each prompt wanted, before a category counts as exhausted."""
 
@@ -83,7 +83,7 @@ def main() -> None:
     folder = parser.parse_args().output
     folder.mkdir(parents=True, exist_ok=True)
     for name, asked in ASKED.items():
-        for split, lines in splits(getattr(World, name)(blank()), asked).items():
+        for split, lines in splits(World.named(name, blank()), asked).items():
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (folder / f"{name}_{split}.jsonl").write_text(text)
 

@@ -37,7 +37,7 @@ from recipes.composition.base.flow import FlowRecipe, Pictures, pictures_of, tra
 from recipes.composition.base.training import Recipe, prepared
 from recipes.composition.render import render
 from recipes.composition.scenes import choose, draw
-from recipes.composition.world import World
+from recipes.composition.world import WORLDS, World
 from recipes.tiny.painting import TOKEN_EDGE, contact_sheet, paint
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Plan:
     autoencoder_pictures: int
     transformer: FlowRecipe
     pictures: int
+    flawed_share: float = 0.35
+    """Share of captions that are wrong or silent."""
 
 
 PLANS = {
@@ -65,7 +67,7 @@ PLANS = {
         SMALL, Recipe(3000, rate=2e-3, cooldown=0.8), 128, 40_000, FlowRecipe(80_000, rate=1.5e-3), pictures=300_000
     ),
     "medium": Plan(
-        FULL, Recipe(2000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(32_000, rate=8e-4), pictures=250_000
+        FULL, Recipe(2000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(32_000, rate=8e-4), 250_000, 0.2
     ),
     "full": Plan(
         FULL, Recipe(3000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(60_000, rate=8e-4), pictures=400_000
@@ -77,7 +79,6 @@ PLANS = {
 def make(
     world: World,
     plan: Plan,
-    flawed_share: float,
     seed: int,
     device: torch.device,
     *,
@@ -101,12 +102,12 @@ def make(
     fresh, _ = next(rendered(world, NUM_SHOWN, 0.0, seed + 4, device))
     clock.log("autoencoder trained: PSNR %.1f dB on fresh scenes", fidelity(pipeline.vae, fresh))
 
-    pictures = scenes_to_learn(pipeline, world, plan.pictures, flawed_share, seed + 2, device)
+    pictures = scenes_to_learn(pipeline, world, plan.pictures, plan.flawed_share, seed + 2, device)
     about = "rendered and encoded %d scenes, and %d distinct captions of %d tokens at most"
     clock.log(about, plan.pictures, *pictures.mask.shape)
     more = None
     if larger is not None:
-        scenes = scenes_to_learn(pipeline, larger, plan.pictures, flawed_share, seed + 5, device)
+        scenes = scenes_to_learn(pipeline, larger, plan.pictures, plan.flawed_share, seed + 5, device)
         more = scenes, grid_of(larger)
         clock.log("as many at %d pixels", larger.size)
 
@@ -202,10 +203,10 @@ class _Clock:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", choices=sorted(PLANS), required=True)
+    parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--flawed-share", type=float, default=0.35, help="share of captions that are wrong or silent")
+    parser.add_argument("--flawed-share", type=float, help="share of captions that are wrong or silent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--larger", type=int, help="edge of larger pictures that it learns to draw too, such as 128")
     parser.add_argument("--pictures", type=int, help="scenes that the transformer learns from")
@@ -239,6 +240,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
                 "autoencoder_batch": options.autoencoder_batch,
                 "autoencoder_pictures": options.autoencoder_pictures,
                 "pictures": options.pictures,
+                "flawed_share": options.flawed_share,
             }
         ),
     )
@@ -253,12 +255,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     options, started = parse_options(), time.perf_counter()
     device = torch.device(options.device)
-    world: World = getattr(World, options.world)()
+    world = World.named(options.world)
     compiled = device.type == "cuda" and not options.no_compile
     larger = World.of(options.larger, world.nouns) if options.larger else None
-    pipeline = make(
-        world, plan_of(options), options.flawed_share, options.seed, device, compiled=compiled, larger=larger
-    )
+    pipeline = make(world, plan_of(options), options.seed, device, compiled=compiled, larger=larger)
     result = {"output": str(options.output), "sha256": save(pipeline, options.output)}
     if options.sheet is not None:
         show(load(options.output, device), world, options.guidance, options.seed, options.sheet)

@@ -33,7 +33,7 @@ NUM_STYLE_WORDINGS: Final = 4
 """The same for scenes of the category "style"."""
 
 WORLDS: Final = ("small", "medium", "full")
-"""Names of those that models are made for, each a method of `World`."""
+"""Names of the worlds; each is a class method of `World`."""
 SMALL_NOUNS: Final = ("apple", "banana", "car", "cat", "fish", "guitar", "house", "key", "star", "umbrella")
 MEDIUM_NOUNS: Final = (
     *SMALL_NOUNS,
@@ -84,6 +84,13 @@ class World:
     def full(cls, atlas: Atlas | None = None) -> World:
         """All things of nouns.txt at 128×128."""
         return cls.of(128, [noun.name for noun in read_nouns()], atlas)
+
+    @classmethod
+    def named(cls, name: str, atlas: Atlas | None = None) -> World:
+        """One of `WORLDS`."""
+        assert name in WORLDS, name
+        world: World = getattr(cls, name)(atlas)
+        return world
 
     def noun(self, index: int) -> Noun:
         """The noun of an id, with its plural."""

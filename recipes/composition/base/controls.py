@@ -216,7 +216,7 @@ def reward_of(path: Path, device: str) -> Judge:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    world: World = getattr(World, options.world)()
+    world = World.named(options.world)
     pipeline = load(options.model, torch.device(options.device))
     path = options.reward if options.data == "samples" else None
     about = tune(pipeline, reward_of(path, options.device) if path else None, world, options)

@@ -90,7 +90,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    world: World = getattr(World, options.world)(blank())  # for its size: the base knows what things look like
+    world = World.named(options.world, blank())  # for its size: the base knows what things look like
     judge = reward_of(options.reward or file_of("reward", world.size), options.device)
     lines = read_lines(options.prompts) if options.prompts else read_prompts(options.world, "train")
     found, made = find(load(options.model, torch.device(options.device)), judge, world, lines, options)

@@ -35,7 +35,7 @@ def train_and_measure(about: str | None, train: Callable[[World, torch.device, i
     parser.add_argument("--scenes", type=int, default=1024, help="renders that agreement is measured on; 0: none")
     parser.add_argument("--categories", nargs="+", choices=CATEGORIES, default=CATEGORIES, help="of these renders")
     options = parser.parse_args()
-    world = getattr(World, options.world)()
+    world = World.named(options.world)
     begun = time.monotonic()
     judge = train(world, torch.device(options.device), options.iterations)
     print(f"trained in {time.monotonic() - begun:.0f} s")

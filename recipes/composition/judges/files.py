@@ -35,7 +35,7 @@ class Kind:
         if (height, width) != (self.size, self.size):
             raise ValueError(
                 f"this judge looks at pictures of {self.size}×{self.size} pixels, these have {width}×{height}: "
-                "take the judge of the other world"
+                "take a judge of a world of such pictures"
             )
 
 

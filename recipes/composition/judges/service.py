@@ -132,9 +132,9 @@ def judge_of(name: str, size: int) -> RewardJudge | HeldoutJudge:
     its file is missing."""
     path = file_of(name, size)
     if not path.is_file():
-        world = "small" if size == SIZES[0] else "full"
+        world, other = ("small", "") if size == SIZES[0] else ("full", " (of the medium world by `--world medium`)")
         raise ValueError(
             f"{path} is missing: make it by `python -m recipes.composition.judges.train_{name} --world {world} "
-            f"--output {path}`, or name the folder of the judges by ${FOLDER}"
+            f"--output {path}`{other}, or name the folder of the judges by ${FOLDER}"
         )
     return load_judge(path, devices.pick_device())

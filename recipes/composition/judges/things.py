@@ -3,7 +3,7 @@
     python -m recipes.composition.evaluate --pictures PICTURES …
     python -m recipes.composition.judges.things PICTURES --output LABELS
 
-PICTURES is a folder as `labels` describes it, of prompts without words; for the full world name its --judge. This
+PICTURES is a folder as `labels` describes it, of prompts without words; for the larger worlds name their --judge. This
 finds what might be a thing in them, and writes sheets of it with the names that the judge gives, and things.csv, a line
 for each. Write yes or no under `shown`: is it that, to a person? `labeled/things` holds a developer's labels for each
 world, in pictures of which no other label here is.
@@ -59,11 +59,11 @@ class Labeled:
 
 def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device | str = "cpu") -> Labeled:
     """Labeled things. inner: how much of a box's width and height is its middle. Raises ValueError for a label that is
-    neither yes nor no, and an unknown noun. A noun of nouns.txt that is not among `nouns` is nothing."""
+    neither yes nor no, and an unknown noun. Nouns of other worlds are background."""
     lines = read_lines(folder / labels.PROMPTS)
     pictures = labels.read(folder, range(len(lines)))
     edge, at = pictures.shape[-1], (torch.arange(CELLS) + 0.5) / CELLS
-    known = {*nouns, *(noun.name for noun in read_nouns())}
+    known = {noun.name for noun in read_nouns()}
     target = torch.zeros(len(lines), CELLS, CELLS, dtype=torch.long)
     refused = torch.zeros_like(target, dtype=torch.bool)
     with (folder / THINGS).open(newline="") as file:
@@ -71,7 +71,7 @@ def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device 
             if row["shown"] not in labels.CALLED:
                 raise ValueError(f"{folder / THINGS}: a thing is labeled {row['shown']!r}: write yes or no")
             if row["noun"] not in known:
-                raise ValueError(f"{folder / THINGS}: this world has no {row['noun']!r}")
+                raise ValueError(f"{folder / THINGS}: nouns.txt has no {row['noun']!r}")
             left, top, right, bottom = (float(row[side]) / edge for side in ("left", "top", "right", "bottom"))
             across = (at - (left + right) / 2).abs() <= inner * (right - left) / 2
             inside = ((at - (top + bottom) / 2).abs() <= inner * (bottom - top) / 2)[:, None] & across
@@ -84,7 +84,7 @@ def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device 
 
 
 def kept(world: World) -> Path:
-    """The folder of a world's labels; the medium one has those of the full one."""
+    """The folder of a world's labels. The medium one uses the full one's, and has none of its own."""
     return LABELED / ("small" if world.nouns == World.small().nouns else "full")
 
 

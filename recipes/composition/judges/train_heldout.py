@@ -1,7 +1,7 @@
 """Train the held-out judge: `python -m recipes.composition.judges.train_heldout --world small --output FILE`.
 
 Other seeds, another roughening and another loss than the reward's, and things that people refused: see `things`. On an
-H200 in three minutes for the small world, in five for the full one.
+H200 in three minutes for the small world, in five for the others.
 """
 
 from __future__ import annotations

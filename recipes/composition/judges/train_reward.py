@@ -1,6 +1,6 @@
 """Train the reward judge on renders: `python -m recipes.composition.judges.train_reward --world small --output FILE`.
 
-Fixed iterations and seeds: 7 minutes on ten CPU cores for the small world; the full one wants a GPU.
+Fixed iterations and seeds: 7 minutes on ten CPU cores for the small world; the others want a GPU.
 """
 
 from __future__ import annotations

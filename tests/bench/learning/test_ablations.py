@@ -8,6 +8,7 @@ import pytest
 from bench.learning.ablations import STUDIES, plan, study_table
 from bench.learning.composition import JUDGE
 from bench.learning.results import Result
+from flowfleet.demo.demos import DEMOS
 from flowfleet.job.files import prepare_job
 from flowfleet.job.spec import JobSpec
 
@@ -87,6 +88,11 @@ def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> No
     run = plan("staleness", [1], tmp_path, ["trainer.micro_batch_size=144", "schedule.steps=7"])[0]
     job = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
     assert (job.trainer.micro_batch_size, job.schedule.steps) == (36, 7)
+
+
+def test_runs_name_the_rewards_that_they_share(tmp_path: Path) -> None:
+    tried(tmp_path)
+    assert {run.rewards for study in STUDIES for run in plan(study, [1], tmp_path)} == {DEMOS["composition"].rewards}
 
 
 def test_studies_want_a_learning_rate(tmp_path: Path) -> None:

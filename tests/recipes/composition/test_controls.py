@@ -44,7 +44,7 @@ def base(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def files(world: World, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Options of `samples`: a world of shapes, four prompts, and a judge that learned nothing."""
-    monkeypatch.setattr(World, "small", lambda: world)
+    monkeypatch.setattr(World, "small", lambda atlas=None: world)
     lines = prompt_lines(world, choose(world, 4, torch.Generator().manual_seed(1)))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     torch.manual_seed(1)

@@ -254,7 +254,7 @@ def test_a_miniature_pretraining_learns(
     steps = Recipe(60, rate=2e-3, num_warmup=10)
     flow = FlowRecipe(200, rate=2e-3, num_warmup=10, batch_size=32)
     with caplog.at_level(logging.INFO):
-        pipeline = make(world, Plan(TINY, steps, 16, 128, flow, pictures=512), 0.3, 1, CPU, compiled=False)
+        pipeline = make(world, Plan(TINY, steps, 16, 128, flow, 512, 0.3), 1, CPU, compiled=False)
     said = [message.split(" step ") for message in caplog.messages if ": loss " in message]
     losses = {
         name: [float(rest.split("loss ")[1].split(",")[0]) for who, rest in said if who == name]

@@ -11,6 +11,7 @@ from recipes.composition import make_prompts
 from recipes.composition.atlas import blank
 from recipes.composition.captions import caption
 from recipes.composition.make_prompts import ASKED, read_prompts, splits
+from recipes.composition.pretrain import PLANS
 from recipes.composition.scenes import World, choose
 from recipes.composition.world import WORLDS
 from services.reward.scorers.networks.geneval_rules import read_request
@@ -23,8 +24,15 @@ def small() -> World:
     return World.small(blank())
 
 
-def test_the_script_gives_the_same_lines(small: World) -> None:
-    assert splits(small, ASKED["small"]) == {name: read_prompts("small", name) for name in SPLITS}
+@pytest.mark.parametrize("world", ["small", "medium"])
+def test_the_script_gives_the_same_lines(world: str) -> None:
+    lines = splits(World.named(world, blank()), ASKED[world])
+    assert lines == {name: read_prompts(world, name) for name in SPLITS}
+
+
+def test_every_world_has_prompts_and_a_plan() -> None:
+    assert set(WORLDS) == set(ASKED) == set(PLANS)
+    assert set(World.small(blank()).nouns) < set(World.medium(blank()).nouns) < set(World.full(blank()).nouns)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -15,6 +15,7 @@ from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.train_heldout import INNER, tune
 from recipes.composition.render import render
 from recipes.composition.scenes import World, draw
+from recipes.composition.world import WORLDS
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,15 @@ def test_what_a_larger_world_alone_has_is_nothing(folder: Path, world: World) ->
     found = things.read(folder, world.nouns, 0.5)
     assert not found.nouns.any()
     assert set(found.refused.nonzero()[:, 0].tolist()) == {1}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_labels_of_a_world_can_be_read(name: str) -> None:
+    world = World.named(name)
+    found = things.read(things.kept(world), world.nouns, 0.5)
+    assert found.pictures.shape[2:] == (world.size, world.size)
+    assert found.refused.any()
+    assert 0 < found.nouns.max() <= len(world.nouns)
 
 
 def test_pictures_are_drawn_with_their_labels_in_a_mirror_too(folder: Path, world: World) -> None:
