@@ -2,15 +2,16 @@
 
     python -m bench.learning.ablations staleness --gpus 0 --parallel 8    [--model FOLDER] [--set KEY=VALUE …]
     python -m bench.learning.ablations group window guidance guards …
+    python -m bench.learning.ablations gradient --model recipes/composition/model --parallel 2    # on CPUs
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (some have other algorithms'), at the learning
 rate that was best there, with changes of its own; every line of a study makes as many pictures. How old samples may be
 is a limit, and how old they were is a column: small micro-batches slow the trainer, so that samples grow old.
-`resolution` wants a base that draws both sizes (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`).
-`medium` and `full` have lines in those worlds, `full_settings` compares ways to train by Flow-GRPO in the full one.
-Without --model, which wants the judges in $FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in
-DIRECTORY/worlds. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's
-part of a page is rewritten.
+`gradient` pushes ReFL at twice its best rate. `resolution` wants a base that draws both sizes
+(`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `medium` and `full` have lines in those worlds,
+`full_settings` compares ways to train by Flow-GRPO in the full one. Without --model, which wants the judges in
+$FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in DIRECTORY/worlds. Runs go into
+DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from bench.learning.composition import (
     make_first,
     run_of,
 )
+from bench.learning.jobs import SMOOTH, SMOOTHED
 from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
 from bench.learning.shared import shared_rewards
@@ -48,8 +50,8 @@ from bench.learning.worlds import make_world, parts, world_of
 from docs.generate.markdown import content, rewrite, table
 from flowfleet.demo.demos import DEMOS, WIDER, Made
 
-FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL = (
-    algorithm_of(key) for key in ("ocr", "ocr_full", "flow_cps", "awm", "crd", "diffusion_nft_full")
+FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL, REFL = (
+    algorithm_of(key) for key in ("ocr", "ocr_full", "flow_cps", "awm", "crd", "diffusion_nft_full", "refl")
 )
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
@@ -135,6 +137,10 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
             ("all weights, 1e-4", FLOW_GRPO_FULL, ("trainer.optimizer.lr=1e-4",)),
             ("Flow-CPS", CPS, ()),
         )
+    ],
+    "gradient": [
+        Line(title, ("trainer.optimizer.lr=2.4e-3", *changes), REFL, lasting(110, 10))
+        for title, changes in (("reward alone", ()), ("ceiling 0.7", ("algorithm.reward_ceiling=0.7",)))
     ],
     "guards": [
         Line("reward alone", length=PUSHED),
@@ -227,7 +233,9 @@ def plan(
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", directory)
             changes = (*run.changes, *line.length, *given, *line.changes)
-            runs.append(replace(run, changes=changes, rewards=DEMOS["composition"].rewards))
+            follows = any(change.startswith(f"rewards.{SMOOTH}.") for change in changes)
+            rewards = tuple(reward for reward in run.rewards if reward != SMOOTHED or follows)
+            runs.append(replace(run, changes=changes, rewards=rewards))
     return runs
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.learning.ablations import STUDIES, plan, study_table
-from bench.learning.composition import JUDGE
+from bench.learning.composition import JUDGE, REWARDS
 from bench.learning.results import Result
 from flowfleet.demo.demos import DEMOS
 from flowfleet.job.files import prepare_job
@@ -25,6 +25,7 @@ def tried(directory: Path) -> None:
     for name, reward in (
         *(("ocr-1-1", 0.5), ("ocr-2-1", 0.6), ("awm-1-1", 0.7)),
         *(("crd-1-1", 0.7), ("diffusion_nft_full-1-1", 0.7), ("ocr_full-1-1", 0.7), ("flow_cps-0.5-1", 0.7)),
+        ("refl-2-1", 0.7),
     ):
         folder = directory / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,11 +51,12 @@ def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: P
     ways = {("flow_grpo", 1e-4), ("flow_cps", 4.5e-4)}
     others = {
         "guidance": {("awm", 6e-4)},
+        "gradient": {("refl", 2.4e-3)},
         "medium": {("flow_grpo", 1e-4), ("diffusion_nft", 1e-4), ("awm", 6e-4), ("crd", 6e-4)},
         "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)} | ways,
         "full_settings": {("flow_grpo", 2e-4)} | ways,
     }
-    usual = set() if study == "medium" else {("flow_grpo", 1.2e-3)}
+    usual = set() if study in ("medium", "gradient") else {("flow_grpo", 1.2e-3)}
     assert rates == usual | others.get(study, set())
 
 
@@ -67,6 +69,9 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["reward_alone-1"].algorithm.kl_coef == 0.0
     assert guards["gate-1"].rewards["image_quality"].gate is not None
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
+
+    pushed = jobs("gradient", tmp_path)
+    assert [one.algorithm.reward_ceiling for one in pushed.values()] == [None, 0.7]
 
     medium = jobs("medium", tmp_path)["AWM-1"]
     assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)
@@ -92,7 +97,9 @@ def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> No
 
 def test_runs_name_the_rewards_that_they_share(tmp_path: Path) -> None:
     tried(tmp_path)
-    assert {run.rewards for study in STUDIES for run in plan(study, [1], tmp_path)} == {DEMOS["composition"].rewards}
+    shared = DEMOS["composition"].rewards
+    for study in STUDIES:
+        assert {run.rewards for run in plan(study, [1], tmp_path)} == {REWARDS if study == "gradient" else shared}
 
 
 def test_studies_want_a_learning_rate(tmp_path: Path) -> None:
