@@ -10,8 +10,8 @@ each picture with its number and prompt. labels.csv has a line `number,category,
 
 `labeled` holds a developer's labels of 81 pictures of each of three models, of 98 of the medium world's base, and in
 the full world of 98 of its base and of 98 of two trained models, mixed. He did not know which of several models had
-painted a picture, nor what a judge said of it, but for the last 98 had seen what one said of some of the base's.
-Labels of styles are left out, for he could not tell them.
+painted a picture, nor what a judge said of it, but of the medium world and for the last 98 had seen what one said of
+some others. Labels of styles are left out, for he could not tell them.
 """
 
 from __future__ import annotations
