@@ -41,6 +41,7 @@ from bench.learning.composition import (
     lasting,
     make_first,
     run_of,
+    saying,
 )
 from bench.learning.jobs import SMOOTH, SMOOTHED
 from bench.learning.results import Result, changes, read_all, spread
@@ -188,7 +189,7 @@ def main() -> int:
             runs = [replace(run, keeps_model=options.keep_models) for run in runs]
             make_first(options, (), console)
             if made:
-                make_world(made, options.gpus.split(","), console.print)
+                make_world(made, options.gpus.split(","), saying(console))
             with shared_rewards(where, DEMOS["composition"].rewards) as sharing:
                 errors = train_all(lambda _: runs, sharing, options.budget - (time.monotonic() - begun), console)
     except (ValueError, OSError) as mistake:

@@ -26,8 +26,9 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -210,13 +211,15 @@ def key_of(run: Run) -> str:
     return run.directory.name.rsplit("-", 2)[0]
 
 
+def saying(console: Console) -> Callable[[str], None]:
+    """Prints a log's lines as they are."""
+    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
+
+
 def make_first(options: argparse.Namespace, chosen: Sequence[Algorithm], console: Console) -> None:
     """Makes the base and the preferences where they are missing and wanted. ValueError where that fails, and where no
     GPU is given for it."""
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
+    say = saying(console)
     if any(one.startswith("model.path=") for one in options.set):
         raise ValueError("--set model.path: name the base by --model")
     if WIDER.path == options.model:

@@ -32,13 +32,16 @@ def parts(world: str, directory: Path) -> list[Made]:
 
 def make_world(wanted: Sequence[Made], gpus: Sequence[str], say: Callable[[str], None]) -> None:
     """Makes what is missing of `parts`, all at once on the GPUs in turn, and names the judges to what starts from now
-    on. ValueError without a GPU, and where one fails."""
+    on. `say` gets the lines of their logs, which begin with what is made. ValueError without a GPU, and where one
+    fails."""
     if not any(gpus) and not all(part.path.exists() for part in wanted):
         raise ValueError(f"a larger world is made on a GPU: give --gpus 0, or --model and ${FOLDER}")
+
+    def make(number: int, part: Made) -> None:
+        part.make(lambda line: say(f"{part.what}: {line}"), {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]})
+
     with ThreadPoolExecutor(len(wanted)) as pool:
-        places = [{"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} for number in range(len(wanted))]
-        for one in [pool.submit(part.make, say, place) for part, place in zip(wanted, places, strict=True)]:
-            one.result()
+        list(pool.map(make, range(len(wanted)), wanted))
     os.environ[FOLDER] = str(wanted[1].path.parent)
 
 

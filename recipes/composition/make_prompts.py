@@ -28,9 +28,10 @@ NUM_TRAIN, NUM_VALIDATION, NUM_SEEN, NUM_UNSEEN = 256, 16, 40, 40
 """Prompts of each category."""
 VALIDATION_SHARE = 3
 """Where a category has too few held-out prompts for both, validation gets one of so many."""
+WORDLESS: Final = tuple(category for category in CATEGORIES if category != "text")
 ASKED: Final[Mapping[str, Sequence[str]]] = {
-    "small": [category for category in CATEGORIES if category != "text"],
-    "medium": [category for category in CATEGORIES if category != "text"],
+    "small": WORDLESS,
+    "medium": WORDLESS,
     "full": CATEGORIES,
 }
 """Categories that each world's prompts ask for. The bases of the smaller ones do not learn to write."""

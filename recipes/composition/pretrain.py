@@ -4,9 +4,8 @@
     python -m recipes.composition.pretrain --world small --output recipes/composition/model
 
 The small world's takes 7 minutes of an H100 (264 of the transformer's steps a second); the others' transformer takes
-93 steps a second on an H200. A share of the captions is
-wrong or silent, as the web's are: that deficit is what reinforcement learning is to repair.
-`--flawed-share 0` makes the model that shows the ceiling.
+93 steps a second on an H200. A share of the captions is wrong or silent, as the web's are: that deficit is what
+reinforcement learning is to repair. `--flawed-share 0` makes the model that shows the ceiling.
 
 The number of steps, not time, bounds training, seeds are fixed and kernels deterministic: the same command on the same
 kind of GPU with the same libraries prints the same hash. The output is a diffusers folder with fp16 weights that
@@ -67,7 +66,13 @@ PLANS = {
         SMALL, Recipe(3000, rate=2e-3, cooldown=0.8), 128, 40_000, FlowRecipe(80_000, rate=1.5e-3), pictures=300_000
     ),
     "medium": Plan(
-        FULL, Recipe(2000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(32_000, rate=8e-4), 250_000, 0.2
+        FULL,
+        Recipe(2000, rate=1.5e-3, cooldown=0.8),
+        64,
+        40_000,
+        FlowRecipe(32_000, rate=8e-4),
+        pictures=250_000,
+        flawed_share=0.2,
     ),
     "full": Plan(
         FULL, Recipe(3000, rate=1.5e-3, cooldown=0.8), 64, 40_000, FlowRecipe(60_000, rate=8e-4), pictures=400_000

@@ -34,7 +34,8 @@ EDGE = 128
 WIDTH = 160
 THRESHOLDS = {64: 0.85, 128: 0.3}
 """Certainty from which a thing counts. In the small world the judge then says yes as often as the labels; in the full
-one, whose certainty is shared by 284 nouns, of 0.85, 0.5 and 0.3 this is right most often on renders."""
+one, whose certainty is shared by 284 nouns, of 0.85, 0.5 and 0.3 this is right most often on renders, and the medium
+one has the same."""
 MAX_COVERED = 0.5
 """Boxes of two things share no more of the smaller one: what shares more is one thing, found twice."""
 LINE_WIDTH = 120

@@ -35,11 +35,15 @@ def test_what_is_made_is_what_jobs_look_for(tmp_path: Path, monkeypatch: pytest.
     assert [one.path for one in judges] == [file_of("reward", 128), file_of("heldout", 128)]
 
 
-def test_each_is_made_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_take_turns_and_logs_say_whose_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, FOLDER, "elsewhere")
-    wanted = [Made(tmp_path / str(number), f"{MAKER} tells CUDA_VISIBLE_DEVICES") for number in range(3)]
-    make_world(wanted, ["4", "5"], print)
+    command, said = f"{MAKER} tells CUDA_VISIBLE_DEVICES", list[str]()
+    wanted = [Made(tmp_path / str(number), command, f"part {number}") for number in range(3)]
+    make_world(wanted, ["4", "5"], said.append)
     assert [one.path.read_text() for one in wanted] == ["4", "5", "4"]
+    assert {line for line in said if "step 1" in line} == {
+        f"part {number}: transformer step 1 of 2" for number in range(3)
+    }
 
 
 def test_it_wants_a_gpu(tmp_path: Path) -> None:
