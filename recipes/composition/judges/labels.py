@@ -8,10 +8,11 @@ PICTURES is a folder of pictures.png, tiles in rows, and prompts.jsonl, a line o
 each picture with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no under
 `shown`: does the picture show all that the prompt says?
 
-`labeled` holds a developer's labels of 81 pictures of each of three models, of 98 of the medium world's base, and in
-the full world of 98 of its base and of 98 of two trained models, mixed. He did not know which of several models had
-painted a picture, nor what a judge said of it, but of the medium world and for the last 98 had seen what one said of
-some others. Labels of styles are left out, for he could not tell them.
+`labeled` holds a developer's labels of 81 pictures of each of three models; in the medium world of 98 of its first
+base, and of 106 of its second one and of a trained model, mixed; in the full world of 98 of its base and of 98 of two
+trained models, mixed. He did not know which of several models had painted a picture, nor what a judge said of it, but
+of the medium world and for the last 98 had seen what one said of some others. Labels of styles are left out, for he
+could not tell them.
 """
 
 from __future__ import annotations

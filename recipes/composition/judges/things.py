@@ -4,9 +4,10 @@
     python -m recipes.composition.judges.things PICTURES --output LABELS
 
 PICTURES is a folder as `labels` describes it, of prompts without words; for the larger worlds name their --judge. This
-finds what might be a thing in them, and writes sheets of it with the names that the judge gives, and things.csv, a line
-for each. Write yes or no under `shown`: is it that, to a person? `labeled/things` holds a developer's labels for each
-world, in pictures of which no other label here is.
+finds what might be a thing in them, and writes sheets of it, each with the likeliest of the names that its prompt asks
+for, and things.csv, a line for each. Write yes or no under `shown`: is it that, to a person? Where a name is another's,
+write the right one under `noun`. `labeled/things` holds a developer's labels for each world, in pictures of which no
+other label here is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -26,14 +27,15 @@ from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.make_prompts import read_lines
 from recipes.composition.nouns import read_nouns
-from recipes.composition.world import World
+from recipes.composition.world import WORLDS, World
+from services.reward.scorers.networks.geneval_rules import read_request
 
 THINGS = "things.csv"
 LABELED = Path(__file__).parent / "labeled" / "things"
 """It has a folder for each world."""
 WEIGHTS = Path(__file__).parent / "weights"
-THRESHOLD = 0.3
-"""Certainty from which something is asked about."""
+THRESHOLD = 0.02
+"""Certainty that there is anything, from which it is asked about."""
 COLUMNS, ROWS, EDGE, LINE_HEIGHT = 12, 9, 110, 14
 AROUND = 1.24
 """Edge of what is shown, by the longer one of the thing's box."""
@@ -83,17 +85,23 @@ def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device 
     return Labeled(pictures.to(device), target.to(device), refused.to(device))
 
 
-def kept(world: World) -> Path:
-    """The folder of a world's labels. The medium one uses the full one's, and has none of its own."""
-    return LABELED / ("small" if world.nouns == World.small().nouns else "full")
+def read_kept(world: World, inner: float, device: torch.device | str = "cpu") -> Labeled:
+    """Labels of this world in the repository, as `read` gives them. The medium one has its own and the full one's."""
+    own = next((name for name in WORLDS if world.nouns == World.named(name).nouns), "full")
+    folders = [LABELED / name for name in {"medium": ("medium", "full")}.get(own, (own,))]
+    parts = [read(folder, world.nouns, inner, device) for folder in folders]
+    return Labeled(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Labeled)))
 
 
 def write_sheets(folder: Path, judge: HeldoutJudge, output: Path) -> int:
     """Write things-0.png, … and an unfilled things.csv; returns how many things they ask about."""
-    pictures = labels.read(folder, range(len(read_lines(folder / labels.PROMPTS))))
+    lines = read_lines(folder / labels.PROMPTS)
+    pictures = labels.read(folder, range(len(lines)))
+    names = [read_request(line["metadata"]).names for line in lines]
+    asked = torch.tensor([[noun in ones for noun in judge.kind.nouns] for ones in names])
     found = [
         (number, thing)
-        for number, ones in enumerate(judge.look(pictures, THRESHOLD))
+        for number, ones in enumerate(judge.look(pictures, THRESHOLD, asked))
         for thing in ones.things
         if thing.name != SIGN
     ]

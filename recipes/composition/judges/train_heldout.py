@@ -51,7 +51,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         {"params": list(judge.head.parameters()), "lr": LR},
         {"params": list(judge.features.parameters()), "lr": FEATURES_LR},
     ]
-    labeled = things.read(things.kept(world), world.nouns, INNER, device)
+    labeled = things.read_kept(world, INNER, device)
     steps = iterations or ITERATIONS[world.size]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

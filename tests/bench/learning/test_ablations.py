@@ -7,6 +7,7 @@ import pytest
 
 from bench.learning.ablations import STUDIES, plan, study_table
 from bench.learning.composition import JUDGE, REWARDS
+from bench.learning.jobs import SMOOTH
 from bench.learning.results import Result
 from flowfleet.demo.demos import DEMOS
 from flowfleet.job.files import prepare_job
@@ -76,6 +77,8 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     medium = jobs("medium", tmp_path)["AWM-1"]
     assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)
     assert Path(str(medium.data.validation)).name == "medium_seen.jsonl"
+    assert {name: part.weight for name, part in medium.rewards.items() if part.weight} == {SMOOTH: 1.0}
+    assert medium.trainer.optimizer.lr_schedule == "cosine"
 
     full = jobs("full", tmp_path)["DiffusionNFT-full-1"]
     assert (full.rollout.height, full.trainer.mode) == (128, "full")
@@ -99,7 +102,8 @@ def test_runs_name_the_rewards_that_they_share(tmp_path: Path) -> None:
     tried(tmp_path)
     shared = DEMOS["composition"].rewards
     for study in STUDIES:
-        assert {run.rewards for run in plan(study, [1], tmp_path)} == {REWARDS if study == "gradient" else shared}
+        wanted = REWARDS if study in ("gradient", "medium") else shared
+        assert {run.rewards for run in plan(study, [1], tmp_path)} == {wanted}
 
 
 def test_studies_want_a_learning_rate(tmp_path: Path) -> None:

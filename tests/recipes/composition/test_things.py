@@ -13,9 +13,11 @@ from recipes.composition.judges import labels, things
 from recipes.composition.judges.files import Kind
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.train_heldout import INNER, tune
+from recipes.composition.make_prompts import read_lines
 from recipes.composition.render import render
 from recipes.composition.scenes import World, draw
 from recipes.composition.world import WORLDS
+from services.reward.scorers.networks.geneval_rules import read_request
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_what_a_larger_world_alone_has_is_nothing(folder: Path, world: World) ->
 @pytest.mark.parametrize("name", WORLDS)
 def test_labels_of_a_world_can_be_read(name: str) -> None:
     world = World.named(name)
-    found = things.read(things.kept(world), world.nouns, 0.5)
+    found = things.read_kept(world, 0.5)
     assert found.pictures.shape[2:] == (world.size, world.size)
     assert found.refused.any()
     assert 0 < found.nouns.max() <= len(world.nouns)
@@ -83,24 +85,42 @@ def test_pictures_are_drawn_with_their_labels_in_a_mirror_too(folder: Path, worl
     assert sides == {True, False}
 
 
-def test_sheets_ask_about_what_the_judge_may_see(folder: Path, world: World, tmp_path: Path) -> None:
+def test_sheets_ask_about_what_a_doubtful_judge_may_see_by_a_name_of_its_prompt(
+    folder: Path, world: World, tmp_path: Path
+) -> None:
     judge = HeldoutJudge(Kind.of("heldout", world))
     judge.reads = False
     bias = judge.head.out.bias
     assert bias is not None
     with torch.no_grad():
-        bias[3] += 20  # sees the same noun everywhere
+        bias[0] += 4  # believes that nothing is there
+        bias[3] += 1  # and if anything, the third noun
+    assert not any(found.things for found in judge.look(labels.read(folder, range(4))))
     count = things.write_sheets(folder, judge, tmp_path / "out")
     rows = list(csv.DictReader((tmp_path / "out" / things.THINGS).open(newline="")))
-    assert len(rows) == count > 0
-    assert {(row["noun"], row["shown"]) for row in rows} == {(world.nouns[2], "")}
+    assert len(rows) == count >= 4
+    asked = [set(read_request(line["metadata"]).names) for line in read_lines(folder / labels.PROMPTS)]
+    for row in rows:
+        names = asked[int(row["picture"])]
+        assert row["noun"] in names
+        assert row["noun"] == world.nouns[2] or world.nouns[2] not in names
+        assert row["shown"] == ""
     assert (tmp_path / "out" / "things-0.png").is_file()
+
+
+def test_the_medium_world_learns_from_the_labels_of_the_full_one_too() -> None:
+    medium, full = World.medium(), World.full()
+    own = things.read(things.LABELED / "medium", medium.nouns, 0.5)
+    both, others = things.read_kept(medium, 0.5), things.read_kept(full, 0.5)
+    assert len(both.pictures) == len(own.pictures) + len(others.pictures)
+    assert torch.equal(both.nouns[: len(own.nouns)], own.nouns)
+    assert torch.equal(both.refused[len(own.nouns) :], others.refused)
 
 
 def test_a_judge_learns_what_people_refuse(world: World) -> None:
     judge, generator = HeldoutJudge(Kind.of("heldout", world)), torch.Generator().manual_seed(1)
     torch.manual_seed(1)
-    labeled = things.read(things.kept(world), world.nouns, INNER)
+    labeled = things.read_kept(world, INNER)
     assert (len(labeled.pictures), int((labeled.nouns > 0).any(2).any(1).sum())) == (827, 548)
     before = [value.clone() for value in judge.features.state_dict().values()]
 
