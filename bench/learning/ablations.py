@@ -142,7 +142,12 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
     ],
     "gradient": [
         Line(title, ("trainer.optimizer.lr=2.4e-3", *changes), REFL, lasting(110, 10))
-        for title, changes in (("reward alone", ()), ("ceiling 0.7", ("algorithm.reward_ceiling=0.7",)))
+        for title, changes in (
+            ("reward alone", ()),
+            ("ceiling 0.7", ("algorithm.reward_ceiling=0.7",)),
+            ("KL 1", ("algorithm.kl_coef=1.0",)),
+            ("KL 10", ("algorithm.kl_coef=10.0",)),
+        )
     ],
     "guards": [
         Line("reward alone", length=PUSHED),

@@ -21,6 +21,7 @@ PHASES = (
     "reward",
     "adv",
     "load_samples",
+    "reward_gradient",
     "ref",
     "old_log_prob",
     "old_policy",

@@ -1,4 +1,4 @@
-"""How fast and in how much memory does the trainer update a model of Qwen-Image's real size?
+"""How fast and in how much memory does the trainer update a model of Qwen-Image's real size, or another checkpoint's?
 
     torchrun --nproc-per-node N -m bench.speed.train [--mode lora|full] [--batch 8]
         [--checkpointing none|selective|full] …
@@ -46,7 +46,10 @@ def main() -> None:
     row: dict[str, Any] = {"world_size": ranks.world_size, "torch": torch.__version__}
     row |= {name: value for name, value in vars(options).items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), num_layers=options.layers, tiny=options.tiny)
+        if options.model is None:
+            path = write_checkpoint(Path(folder), num_layers=options.layers, tiny=options.tiny)
+        else:
+            path = Path(options.model)
         spec = bench_job(path, options, ranks.world_size)
         try:
             row |= measure(spec, options, ranks)
@@ -79,6 +82,7 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "micro_batch_size": options.batch,
                 "gradient_checkpointing": options.checkpointing,
                 "compile": options.compile,
+                "deterministic": options.deterministic,
                 "sharding": options.sharding,
                 "base_gradients": options.base_gradients,
                 "quantization": options.quantization,
@@ -171,12 +175,15 @@ def _batch(engine: Engine, options: argparse.Namespace, micro: MicroBatch) -> St
     width = engine.adapter.transformer.config.joint_attention_dim
     embeds = torch.randn(options.batch, options.text, width, device=device, dtype=engine.dtype)
     mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=device)
+    if options.padded:
+        mask[1::2, options.text // 2 :] = False
+        embeds[~mask] = 0
     return StepsBatch(
         rows=micro.rows,
         is_padding=False,
         advantages=torch.randn(options.batch, device=device),
         ties=torch.ones(options.batch, device=device),
-        prompts=PromptEmbeds(embeds, mask, has_padding=False),
+        prompts=PromptEmbeds(embeds, mask, has_padding=options.padded),
         negative=None,
         latents=torch.randn(steps, device=device),
         next_latents=torch.randn(steps, device=device),
@@ -197,18 +204,26 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--sharding", choices=("auto", "replicate", "fsdp"), default="auto")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--state", choices=("device", "host", "8bit"), default="device", help="of the optimizer")
     parser.add_argument("--window", type=int, default=2, help="noisy steps of a sample (2)")
     parser.add_argument("--text", type=int, default=128, help="tokens of a prompt (128)")
+    parser.add_argument("--padded", action="store_true", help="every other prompt is half as long; MFU counts it whole")
     parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, help="transformer blocks (60)")
+    parser.add_argument("--model", metavar="FOLDER", help="a checkpoint whose shapes are taken instead")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured updates (4)")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="of one more update, its N longest kernels")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a device, for MFU; 0: unknown (989)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.model is not None and (options.tiny or options.layers is not None):
+        parser.error("--tiny and --layers shape the built-in model: leave them out, or --model")
+    if options.padded and options.batch < 2:
+        parser.error("--padded makes every other prompt shorter: give --batch 2 or more")
+    return options
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ class HeldoutJudge:
         self, pictures: torch.Tensor, threshold: float | None = None, asked: torch.Tensor | None = None
     ) -> list[Findings]:
         """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device. `threshold`: in place of its size's.
-        `asked` (N, nouns) bool: whatever may be a thing is called by the likeliest of these, as certain as it is that
-        anything is there. ValueError for other pictures."""
+        `asked` (N, nouns) bool, of each picture at least one: whatever may be a noun's is called by the likeliest of
+        these, as certain as it is that any noun's is there. ValueError for other pictures."""
         self.kind.check(pictures)
         self.features.eval()
         self.head.eval()
@@ -111,7 +111,7 @@ class HeldoutJudge:
         shares = nouns.softmax(1)
         certainty, kind = shares.max(1)
         if asked is not None:
-            certainty = 1 - shares[:, 0]
+            certainty = shares[:, 1:-1].sum(1)
             kind = 1 + (shares[:, 1:-1] * asked[:, :, None, None].to(shares)).argmax(1)
         least = THRESHOLDS[self.kind.size] if threshold is None else threshold
         owner, row, column = ((kind > 0) & (certainty > least)).nonzero(as_tuple=True)

@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from recipes.composition.judges import labels
-from recipes.composition.judges.findings import SIGN, Thing
+from recipes.composition.judges.findings import Thing
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.make_prompts import read_lines
@@ -94,17 +94,16 @@ def read_kept(world: World, inner: float, device: torch.device | str = "cpu") ->
 
 
 def write_sheets(folder: Path, judge: HeldoutJudge, output: Path) -> int:
-    """Write things-0.png, … and an unfilled things.csv; returns how many things they ask about."""
+    """Write things-0.png, … and an unfilled things.csv; returns how many things they ask about. ValueError for a prompt
+    that asks for a noun which the judge does not know."""
     lines = read_lines(folder / labels.PROMPTS)
     pictures = labels.read(folder, range(len(lines)))
     names = [read_request(line["metadata"]).names for line in lines]
+    if unknown := sorted({name for ones in names for name in ones} - {*judge.kind.nouns}):
+        raise ValueError(f"the judge knows no {', '.join(unknown[:3])}: name the one of this world by --judge")
     asked = torch.tensor([[noun in ones for noun in judge.kind.nouns] for ones in names])
-    found = [
-        (number, thing)
-        for number, ones in enumerate(judge.look(pictures, THRESHOLD, asked))
-        for thing in ones.things
-        if thing.name != SIGN
-    ]
+    looks = judge.look(pictures, THRESHOLD, asked)
+    found = [(number, thing) for number, ones in enumerate(looks) for thing in ones.things]
     output.mkdir(parents=True, exist_ok=True)
     with (output / THINGS).open("w", newline="") as file:
         writer = csv.writer(file)
@@ -145,7 +144,10 @@ def main() -> None:
     if not isinstance(judge, HeldoutJudge):
         parser.error(f"{options.judge} is the reward: give the file of a held-out judge")
     judge.reads = False
-    print(f"{write_sheets(options.pictures, judge, options.output)} things: {options.output}")
+    try:
+        print(f"{write_sheets(options.pictures, judge, options.output)} things: {options.output}")
+    except ValueError as mistake:
+        parser.error(str(mistake))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
 
     pushed = jobs("gradient", tmp_path)
-    assert [one.algorithm.reward_ceiling for one in pushed.values()] == [None, 0.7]
+    assert [one.algorithm.reward_ceiling for one in pushed.values()] == [None, 0.7, None, None]
+    assert [one.algorithm.kl_coef for one in pushed.values()] == [0, 0, 1, 10]
 
     medium = jobs("medium", tmp_path)["AWM-1"]
     assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)

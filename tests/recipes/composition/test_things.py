@@ -108,6 +108,14 @@ def test_sheets_ask_about_what_a_doubtful_judge_may_see_by_a_name_of_its_prompt(
     assert (tmp_path / "out" / "things-0.png").is_file()
 
 
+def test_sheets_of_another_world_are_refused(world: World, tmp_path: Path) -> None:
+    medium = World.medium()
+    scenes = draw(medium, 16, torch.Generator().manual_seed(3))
+    labels.save(tmp_path, render(medium, scenes, "cpu"), prompt_lines(medium, scenes))
+    with pytest.raises(ValueError, match=r"the judge knows no .*--judge"):
+        things.write_sheets(tmp_path, HeldoutJudge(Kind.of("heldout", world)), tmp_path / "out")
+
+
 def test_the_medium_world_learns_from_the_labels_of_the_full_one_too() -> None:
     medium, full = World.medium(), World.full()
     own = things.read(things.LABELED / "medium", medium.nouns, 0.5)
