@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 from recipes.composition.judges import labels
 from recipes.composition.judges.findings import Thing
-from recipes.composition.judges.heldout import CELLS, HeldoutJudge
+from recipes.composition.judges.heldout import HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.make_prompts import read_lines
 from recipes.composition.nouns import read_nouns
@@ -32,65 +33,107 @@ from services.reward.scorers.networks.geneval_rules import read_request
 
 THINGS = "things.csv"
 LABELED = Path(__file__).parent / "labeled" / "things"
-"""It has a folder for each world."""
+HELDOUT = {"small": ("small",), "medium": ("medium", "full"), "full": ("full",)}
+REWARD = {"medium": ("medium_reward",)}
+"""Folders under `LABELED` of which each judge learns, by world. No picture is in two."""
 WEIGHTS = Path(__file__).parent / "weights"
 THRESHOLD = 0.02
 """Certainty that there is anything, from which it is asked about."""
 COLUMNS, ROWS, EDGE, LINE_HEIGHT = 12, 9, 110, 14
+MOST_TURN, MOST_SCALE, MOST_SHIFT = 0.25, 0.3, 0.2
+"""How far labeled pictures are varied: radians, the logarithm of a factor, halves of an edge."""
 AROUND = 1.24
 """Edge of what is shown, by the longer one of the thing's box."""
 
 
 @dataclass(frozen=True)
 class Labeled:
-    """Pictures (N, 3, S, S) float32 from 0 to 1. `nouns` (N, CELLS, CELLS) int64: 0 for nothing, else 1 + the noun in
-    whose middle the cell is. `refused` (N, CELLS, CELLS) bool: in the middle of what is no thing to a person."""
+    """Pictures (N, 3, S, S) float32 from 0 to 1 and their things. `boxes` (N, M, 4) in edges, zeros where a picture has
+    fewer; `nouns` (N, M) int64, −1 where a box shows none of them; `refused` (N, M) bool: it is no thing to a person.
+    """
 
     pictures: torch.Tensor
+    boxes: torch.Tensor
     nouns: torch.Tensor
     refused: torch.Tensor
 
     def drawn(self, num: int, generator: torch.Generator) -> Labeled:
         """So many of them by chance, half of the times as in a mirror."""
         chosen = torch.randint(len(self.pictures), (num,), generator=generator, device=generator.device)
-        parts = [part[chosen] for part in (self.pictures, self.nouns, self.refused)]
+        pictures, boxes, nouns, refused = (getattr(self, field.name)[chosen] for field in fields(self))
         if torch.rand(1, generator=generator, device=generator.device) < 0.5:
-            parts = [part.flip(-1) for part in parts]
-        return Labeled(*parts)
+            pictures = pictures.flip(-1)
+            mirrored = torch.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
+            boxes = torch.where(boxes[..., 2:3] > 0, mirrored, boxes)
+        return Labeled(pictures, boxes, nouns, refused)
+
+    def varied(self, generator: torch.Generator) -> Labeled:
+        """The same things, each picture turned, scaled, shifted and of other colors by chance, so that a judge learns
+        their shapes and not the pictures. What leaves a picture by its middle is a thing no longer."""
+        num, device = len(self.pictures), self.pictures.device
+        numbers = torch.rand(4, num, generator=generator, device=device) - 0.5
+        tints = torch.rand(2, num, 3, 1, 1, generator=generator, device=device) - 0.5
+        angle, size, shift = (
+            MOST_TURN * 2 * numbers[0],
+            (MOST_SCALE * 2 * numbers[1]).exp(),
+            MOST_SHIFT * 2 * numbers[2:].T,
+        )
+        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(num, 2, 2)
+        matrix = torch.cat([turn / size[:, None, None], shift[..., None]], 2)
+        points = F.affine_grid(matrix, list(self.pictures.shape), align_corners=False)
+        pictures = F.grid_sample(self.pictures, points, padding_mode="border", align_corners=False)
+        pictures = (pictures * (1 + 0.3 * tints[0]) + 0.1 * tints[1]).clamp(0, 1)
+        # A place p is painted from turn p / size + shift.
+        middles = self.boxes[..., :2] + self.boxes[..., 2:] - 1 - shift[:, None]
+        middles = (middles @ turn * size[:, None, None] + 1) / 2
+        halves = (self.boxes[..., 2:] - self.boxes[..., :2]) / 2 * size[:, None, None]
+        stays = ((middles > 0) & (middles < 1)).all(-1) & (self.boxes[..., 2] > 0)
+        boxes = torch.cat([middles - halves, middles + halves], -1) * stays[..., None]
+        return Labeled(pictures, boxes, self.nouns.where(stays, -1), self.refused & stays)
 
 
-def read(folder: Path, nouns: Sequence[str], inner: float, device: torch.device | str = "cpu") -> Labeled:
-    """Labeled things. inner: how much of a box's width and height is its middle. Raises ValueError for a label that is
-    neither yes nor no, and an unknown noun. Nouns of other worlds are background."""
+def read(folder: Path, nouns: Sequence[str], device: torch.device | str = "cpu") -> Labeled:
+    """Labeled things. Raises ValueError for a label that is neither yes nor no, and an unknown noun. Nouns of other
+    worlds are background."""
     lines = read_lines(folder / labels.PROMPTS)
     pictures = labels.read(folder, range(len(lines)))
-    edge, at = pictures.shape[-1], (torch.arange(CELLS) + 0.5) / CELLS
     known = {noun.name for noun in read_nouns()}
-    target = torch.zeros(len(lines), CELLS, CELLS, dtype=torch.long)
-    refused = torch.zeros_like(target, dtype=torch.bool)
+    rows: list[list[tuple[list[float], int, bool]]] = [[] for _ in lines]
     with (folder / THINGS).open(newline="") as file:
         for row in csv.DictReader(file):
             if row["shown"] not in labels.CALLED:
                 raise ValueError(f"{folder / THINGS}: a thing is labeled {row['shown']!r}: write yes or no")
             if row["noun"] not in known:
                 raise ValueError(f"{folder / THINGS}: nouns.txt has no {row['noun']!r}")
-            left, top, right, bottom = (float(row[side]) / edge for side in ("left", "top", "right", "bottom"))
-            across = (at - (left + right) / 2).abs() <= inner * (right - left) / 2
-            inside = ((at - (top + bottom) / 2).abs() <= inner * (bottom - top) / 2)[:, None] & across
-            number = int(row["picture"])
-            if not labels.CALLED[row["shown"]]:
-                refused[number] |= inside
-            elif row["noun"] in nouns:
-                target[number][inside] = 1 + nouns.index(row["noun"])
-    return Labeled(pictures.to(device), target.to(device), refused.to(device))
+            box = [float(row[side]) / pictures.shape[-1] for side in ("left", "top", "right", "bottom")]
+            is_shown = bool(labels.CALLED[row["shown"]])
+            noun = nouns.index(row["noun"]) if is_shown and row["noun"] in nouns else -1
+            rows[int(row["picture"])].append((box, noun, not is_shown))
+    most = max(map(len, rows))
+    full = [[*ones, *[([0.0] * 4, -1, False)] * (most - len(ones))] for ones in rows]
+    boxes, kinds, refused = (torch.tensor([[one[part] for one in ones] for ones in full]) for part in range(3))
+    return Labeled(pictures.to(device), boxes.to(device), kinds.to(device), refused.to(device))
 
 
-def read_kept(world: World, inner: float, device: torch.device | str = "cpu") -> Labeled:
-    """Labels of this world in the repository, as `read` gives them. The medium one has its own and the full one's."""
+def read_kept(folders: Mapping[str, Sequence[str]], world: World, device: torch.device | str = "cpu") -> Labeled | None:
+    """Labels in the repository, as `read` gives them. folders: names of those under `LABELED`, by the world's name,
+    "full" for one without; None where there are none."""
     own = next((name for name in WORLDS if world.nouns == World.named(name).nouns), "full")
-    folders = [LABELED / name for name in {"medium": ("medium", "full")}.get(own, (own,))]
-    parts = [read(folder, world.nouns, inner, device) for folder in folders]
-    return Labeled(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Labeled)))
+    parts = [read(LABELED / folder, world.nouns, device) for folder in folders.get(own, ())]
+    if not parts:
+        return None
+    most = max(part.nouns.shape[1] for part in parts)
+    grown = [_with_room(part, most - part.nouns.shape[1]) for part in parts]
+    return Labeled(*(torch.cat([getattr(part, field.name) for part in grown]) for field in fields(Labeled)))
+
+
+def _with_room(labeled: Labeled, more: int) -> Labeled:
+    """The same with room for more things to a picture."""
+    boxes = F.pad(labeled.boxes, (0, 0, 0, more))
+    nouns, refused = (
+        F.pad(part, (0, more), value=empty) for part, empty in ((labeled.nouns, -1), (labeled.refused, 0))
+    )
+    return Labeled(labeled.pictures, boxes, nouns, refused)
 
 
 def write_sheets(folder: Path, judge: HeldoutJudge, output: Path) -> int:

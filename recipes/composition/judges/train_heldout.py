@@ -51,7 +51,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         {"params": list(judge.head.parameters()), "lr": LR},
         {"params": list(judge.features.parameters()), "lr": FEATURES_LR},
     ]
-    labeled = things.read_kept(world, INNER, device)
+    labeled = things.read_kept(things.HELDOUT, world, device)
     steps = iterations or ITERATIONS[world.size]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -68,6 +68,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         schedule.step()
         if step % 100 == 99:
             print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
+    assert labeled is not None
     tune(judge, world, labeled, generator, max(1, round(TUNING * steps)))
     return judge
 
@@ -107,11 +108,23 @@ def _renders(world: World, num: int, generator: torch.Generator) -> tuple[Scenes
 
 def _labeled_loss(drawn: things.Labeled, nouns: torch.Tensor) -> torch.Tensor:
     """Cross entropies over cells inside of things, inside of what was refused, and elsewhere."""
-    entropy = F.cross_entropy(nouns, drawn.nouns, reduction="none")
-    is_thing, elsewhere = drawn.nouns > 0, (drawn.nouns == 0) & ~drawn.refused
-    refused = (entropy * drawn.refused).sum() / drawn.refused.sum().clamp(min=1)
+    inside = middles(drawn.boxes)
+    target = ((drawn.nouns + 1)[..., None, None] * inside).amax(1)
+    is_refused = (inside & drawn.refused[..., None, None]).any(1)
+    entropy = F.cross_entropy(nouns, target, reduction="none")
+    is_thing, elsewhere = target > 0, (target == 0) & ~is_refused
+    refused = (entropy * is_refused).sum() / is_refused.sum().clamp(min=1)
     thing = (entropy * is_thing).sum() / is_thing.sum().clamp(min=1)
     return thing + REFUSED_WEIGHT * refused + entropy[elsewhere].mean()
+
+
+def middles(boxes: torch.Tensor) -> torch.Tensor:
+    """(N, M, CELLS, CELLS) bool: which cells are in the middle of boxes (N, M, 4), which are in edges."""
+    at = (torch.arange(CELLS, device=boxes.device) + 0.5) / CELLS
+    middle, half = (boxes[..., :2] + boxes[..., 2:]) / 2, (boxes[..., 2:] - boxes[..., :2]) * INNER / 2
+    half = torch.where(half > 0, half.clamp(min=0.55 / CELLS), -1.0)
+    across, down = ((at - middle[..., axis, None]).abs() <= half[..., axis, None] for axis in (0, 1))
+    return down[..., :, None] & across[..., None, :]
 
 
 def bend(scenes: Scenes, pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -148,11 +161,7 @@ def _loss(scenes: Scenes, said: list[torch.Tensor]) -> torch.Tensor:
     boxes = torch.cat([scenes.boxes, scenes.sign[:, None]], 1)
     kinds = torch.cat([scenes.nouns, torch.full_like(scenes.nouns[:, :1], nouns.shape[1] - 2)], 1)
     at = (torch.arange(CELLS, device=device) + 0.5) / CELLS
-    middle, half = (boxes[..., :2] + boxes[..., 2:]) / 2, (boxes[..., 2:] - boxes[..., :2]) * INNER / 2
-    half = torch.where(half > 0, half.clamp(min=0.55 / CELLS), -1.0)
-    across, down = ((at - middle[..., axis, None]).abs() <= half[..., axis, None] for axis in (0, 1))
-    inside = down[..., :, None] & across[..., None, :]
-    owner, slot, row, column = inside.nonzero(as_tuple=True)
+    owner, slot, row, column = middles(boxes).nonzero(as_tuple=True)
     target = torch.zeros(len(nouns), CELLS, CELLS, dtype=torch.long, device=device)
     target[owner, row, column] = kinds[owner, slot] + 1
     is_thing = target > 0

@@ -11,8 +11,11 @@ import torch
 from recipes.composition.captions import prompt_lines
 from recipes.composition.judges import labels, things
 from recipes.composition.judges.files import Kind
-from recipes.composition.judges.heldout import CELLS, HeldoutJudge
-from recipes.composition.judges.train_heldout import INNER, tune
+from recipes.composition.judges.heldout import HeldoutJudge
+from recipes.composition.judges.loading import load_judge
+from recipes.composition.judges.reward import RewardJudge
+from recipes.composition.judges.train_heldout import middles, tune
+from recipes.composition.judges.train_reward import tune as tune_reward
 from recipes.composition.make_prompts import read_lines
 from recipes.composition.render import render
 from recipes.composition.scenes import World, draw
@@ -39,11 +42,14 @@ def write(folder: Path, *rows: tuple[object, ...]) -> None:
 
 def test_a_label_is_about_the_middle_of_its_box(folder: Path, world: World) -> None:
     write(folder, (1, world.nouns[2], 0, 16, 32, 48, "yes"), (3, world.nouns[0], 32, 32, 64, 64, "no"))
-    found = things.read(folder, world.nouns, 0.5)
+    found = things.read(folder, world.nouns)
     assert found.pictures.shape == (4, 3, 64, 64)
-    assert found.nouns.nonzero().tolist() == [[1, row, column] for row in range(6, 10) for column in range(2, 6)]
-    assert set(found.nouns.flatten().tolist()) == {0, 3}
-    assert found.refused.nonzero().tolist() == [[3, row, column] for row in range(10, 14) for column in range(10, 14)]
+    assert found.nouns.tolist() == [[-1], [2], [-1], [-1]]
+    assert found.refused.tolist() == [[False], [False], [False], [True]]
+    cells = middles(found.boxes)[:, 0].nonzero().tolist()
+    assert cells == [[1, row, column] for row in range(6, 10) for column in range(2, 6)] + [
+        [3, row, column] for row in range(10, 14) for column in range(10, 14)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,37 +58,70 @@ def test_a_label_is_about_the_middle_of_its_box(folder: Path, world: World) -> N
 def test_other_labels_are_refused(folder: Path, world: World, noun: str, shown: str, says: str) -> None:
     write(folder, (0, noun, 0, 0, 9, 9, shown))
     with pytest.raises(ValueError, match=says):
-        things.read(folder, world.nouns, 0.5)
+        things.read(folder, world.nouns)
 
 
 def test_what_a_larger_world_alone_has_is_nothing(folder: Path, world: World) -> None:
     write(folder, (0, "unicorn", 0, 0, 32, 32, "yes"), (1, "unicorn", 0, 0, 32, 32, "no"))
-    found = things.read(folder, world.nouns, 0.5)
-    assert not found.nouns.any()
-    assert set(found.refused.nonzero()[:, 0].tolist()) == {1}
+    found = things.read(folder, world.nouns)
+    assert set(found.nouns.flatten().tolist()) == {-1}
+    assert found.refused.nonzero().tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_labels_of_a_world_can_be_read(name: str) -> None:
     world = World.named(name)
-    found = things.read_kept(world, 0.5)
-    assert found.pictures.shape[2:] == (world.size, world.size)
-    assert found.refused.any()
-    assert 0 < found.nouns.max() <= len(world.nouns)
+    for folders in (things.HELDOUT, things.REWARD):
+        if (found := things.read_kept(folders, world)) is None:
+            assert name not in folders
+            continue
+        assert found.pictures.shape[2:] == (world.size, world.size)
+        assert found.refused.any()
+        assert 0 <= found.nouns.max() < len(world.nouns)
+        assert (found.boxes[(found.nouns >= 0) | found.refused][:, 2] > 0).all()
 
 
 def test_pictures_are_drawn_with_their_labels_in_a_mirror_too(folder: Path, world: World) -> None:
     write(folder, *((number, world.nouns[number], 0, 0, 32, 32, "yes") for number in range(4)))
-    labeled, generator = things.read(folder, world.nouns, 0.5), torch.Generator().manual_seed(1)
+    labeled, generator = things.read(folder, world.nouns), torch.Generator().manual_seed(1)
     sides = set()
     for _ in range(8):
         drawn = labeled.drawn(5, generator)
-        for picture, nouns in zip(drawn.pictures, drawn.nouns, strict=True):
-            number = int(nouns.max()) - 1
-            is_left = bool(nouns[:, : CELLS // 2].any())
+        for picture, box, nouns in zip(drawn.pictures, drawn.boxes, drawn.nouns, strict=True):
+            number = int(nouns[0])
+            left, _, right, _ = box[0].tolist()
+            assert (left, right) in ((0.0, 0.5), (0.5, 1.0))
+            is_left = left == 0.0
             sides.add(is_left)
             assert torch.equal(picture if is_left else picture.flip(-1), labeled.pictures[number])
     assert sides == {True, False}
+
+
+def test_boxes_follow_what_varied_pictures_show() -> None:
+    """White squares on black: what is bright stays in the middle of its box and as large."""
+    generator = torch.Generator().manual_seed(1)
+    pictures, boxes = torch.zeros(32, 3, 128, 128), torch.zeros(32, 2, 4)
+    corners = torch.randint(8, 100, (32, 2), generator=generator)
+    for picture, box, (left, top) in zip(pictures, boxes, corners.tolist(), strict=True):
+        picture[:, top : top + 20, left : left + 20] = 1
+        box[0] = torch.tensor([left, top, left + 20, top + 20]) / 128
+    nouns = torch.tensor([3, -1]).expand(32, 2)
+    varied = things.Labeled(pictures, boxes, nouns, torch.zeros(32, 2, dtype=torch.bool)).varied(generator)
+    light = (varied.pictures.mean(1) - varied.pictures.mean(1).amin((1, 2), keepdim=True)).flatten(1)
+    light = light / light.amax(1, keepdim=True)
+    at = (
+        torch.stack(torch.meshgrid(torch.arange(128), torch.arange(128), indexing="xy"), -1).flatten(0, 1) + 0.5
+    ) / 128
+    inside = ((varied.boxes[:, 0] > 0.05) & (varied.boxes[:, 0] < 0.95)).all(1)
+    assert 12 <= inside.sum() < 32
+    middles_of = (light @ at) / light.sum(1, keepdim=True)
+    sides = light.sum(1).sqrt() / 128
+    assert ((middles_of - (varied.boxes[:, 0, :2] + varied.boxes[:, 0, 2:]) / 2)[inside].abs() < 0.01).all()
+    assert ((sides / (varied.boxes[:, 0, 2] - varied.boxes[:, 0, 0]) - 1)[inside].abs() < 0.1).all()
+    gone = varied.nouns[:, 0] < 0
+    assert gone.any()
+    assert not varied.boxes[gone].any()
+    assert (varied.nouns[:, 1] == -1).all()
 
 
 def test_sheets_ask_about_what_a_doubtful_judge_may_see_by_a_name_of_its_prompt(
@@ -118,24 +157,64 @@ def test_sheets_of_another_world_are_refused(world: World, tmp_path: Path) -> No
 
 def test_the_medium_world_learns_from_the_labels_of_the_full_one_too() -> None:
     medium, full = World.medium(), World.full()
-    own = things.read(things.LABELED / "medium", medium.nouns, 0.5)
-    both, others = things.read_kept(medium, 0.5), things.read_kept(full, 0.5)
+    own = things.read(things.LABELED / "medium", medium.nouns)
+    both, others = things.read_kept(things.HELDOUT, medium), things.read_kept(things.HELDOUT, full)
+    assert both is not None
+    assert others is not None
     assert len(both.pictures) == len(own.pictures) + len(others.pictures)
-    assert torch.equal(both.nouns[: len(own.nouns)], own.nouns)
-    assert torch.equal(both.refused[len(own.nouns) :], others.refused)
+    assert torch.equal(both.nouns[: len(own.nouns), : own.nouns.shape[1]], own.nouns)
+    assert torch.equal(both.refused[len(own.nouns) :].sum(1), others.refused.sum(1))
+    assert (both.nouns[: len(own.nouns), own.nouns.shape[1] :] == -1).all()
+
+
+def test_the_judges_learn_from_no_picture_in_common_and_from_none_that_measures_them() -> None:
+    medium = World.medium()
+    folders = [things.LABELED / name for name in ("medium", "full", "medium_reward")]
+    folders += [things.LABELED.parent / name for name in ("medium", "medium_trained")]
+    seen: set[bytes] = set()
+    for folder in folders:
+        pictures = labels.read(folder, range(len(read_lines(folder / labels.PROMPTS))))
+        own = {picture.numpy().tobytes() for picture in pictures}
+        assert not own & seen, folder.name
+        seen |= own
+    assert medium.size == pictures.shape[-1]
+
+
+def test_the_reward_learns_what_people_refuse(world: World) -> None:
+    """Renders are accepted before and after, their negatives then no longer."""
+    judge, generator = load_judge(things.WEIGHTS / "reward-64.safetensors"), torch.Generator().manual_seed(1)
+    assert isinstance(judge, RewardJudge)
+    scenes = draw(world, 32, generator, categories=["single_object", "two_object"])
+    pictures, is_thing = render(world, scenes, "cpu"), scenes.boxes[..., 2] > 0
+    refused = things.Labeled(1 - pictures, scenes.boxes, torch.full_like(scenes.nouns, -1), is_thing)
+
+    def certain(pictures: torch.Tensor) -> float:
+        """Mean of the most heat in the middles of all things."""
+        with torch.no_grad():
+            heat = judge.detector(pictures)[0][:, :-1].sigmoid().amax(1)
+        inside = middles(scenes.boxes) & is_thing[..., None, None]
+        return float((heat[:, None] * inside).amax((2, 3))[is_thing].mean())
+
+    judge.detector.eval()
+    before = certain(1 - pictures)
+    tune_reward(judge.detector, world, refused, generator, 40)
+    judge.detector.eval()
+    assert certain(1 - pictures) < 0.5 * before
+    assert certain(pictures) > max(0.5, 2 * certain(1 - pictures))
 
 
 def test_a_judge_learns_what_people_refuse(world: World) -> None:
     judge, generator = HeldoutJudge(Kind.of("heldout", world)), torch.Generator().manual_seed(1)
     torch.manual_seed(1)
-    labeled = things.read_kept(world, INNER)
-    assert (len(labeled.pictures), int((labeled.nouns > 0).any(2).any(1).sum())) == (827, 548)
+    labeled = things.read_kept(things.HELDOUT, world)
+    assert labeled is not None
+    assert (len(labeled.pictures), int((labeled.nouns >= 0).any(1).sum())) == (827, 548)
     before = [value.clone() for value in judge.features.state_dict().values()]
 
     def refusing() -> float:
         with torch.no_grad():
             said = judge.cells(labeled.pictures[:32])[0].softmax(1)[:, 0]
-        return float(said[labeled.refused[:32]].mean())
+        return float(said[(middles(labeled.boxes[:32]) & labeled.refused[:32, :, None, None]).any(1)].mean())
 
     judge.features.eval()
     judge.head.eval()
