@@ -195,6 +195,7 @@ def _noted(inner: Any, seen: list[tuple[int, ...]], transformer: Any, latents: T
     return inner(transformer, latents, *rest)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_the_autoencoder_learns_of_both_sizes(pipeline: Any) -> None:
     """White pictures alone do not teach it to paint black ones, which only the larger set has."""

@@ -114,7 +114,7 @@ class Scene:
 @pytest.mark.parametrize(
     ("number", "within_s"),
     [
-        (signal.SIGTERM, TTL_S / 2),
+        pytest.param(signal.SIGTERM, TTL_S / 2, marks=pytest.mark.long),
         (signal.SIGKILL, TTL_S / 2),
         pytest.param(signal.SIGSTOP, 1.5 * TTL_S, marks=pytest.mark.long),
     ],

@@ -195,7 +195,7 @@ async def test_wrong_weights_are_refused_by_both(two: ReplicaProcess, shared_red
         assert await paths(client, request("wrong", 1))
 
 
-@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.anyio
 async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: str, is_busy: bool) -> None:
     process = replica(tmp_path / "replica", redis_url, 2)
@@ -270,7 +270,7 @@ if ("services.rollout.engines.follower" in sys.orig_argv) == {in_follower}:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.anyio
 async def test_a_forward_that_fails_is_answered_with_its_error_before_the_replica_ends(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, rank: int
