@@ -39,6 +39,8 @@ def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> ModelAdapter:
     checkpoint = make_tiny(request.param, tmp_path / request.param)
     loaded = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
     loaded.joins_branches = True
+    if isinstance(loaded, QwenImageEditAdapter):
+        loaded.condition_pixels = 1024
     return loaded
 
 

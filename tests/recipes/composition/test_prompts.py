@@ -24,7 +24,7 @@ def small() -> World:
     return World.small(blank())
 
 
-@pytest.mark.parametrize("world", ["small", "medium"])
+@pytest.mark.parametrize("world", ["small", pytest.param("medium", marks=pytest.mark.long)])
 def test_the_script_gives_the_same_lines(world: str) -> None:
     lines = splits(World.named(world, blank()), ASKED[world])
     assert lines == {name: read_prompts(world, name) for name in SPLITS}

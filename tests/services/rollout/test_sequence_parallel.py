@@ -214,6 +214,7 @@ async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: 
     assert "; the replica ends" in process.log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_follower_that_hangs_costs_the_replica_its_health(tmp_path: Path, redis_url: str) -> None:
     """What waited is made once the follower wakes."""
@@ -290,6 +291,7 @@ async def test_a_forward_that_fails_is_answered_with_its_error_before_the_replic
     assert "; the replica ends" in process.log.read_text()
 
 
+@pytest.mark.long
 def test_a_replica_that_is_killed_takes_its_followers_with_it(tmp_path: Path, redis_url: str) -> None:
     process = replica(tmp_path / "replica", redis_url, 2)
     (follower,) = followers(process)
