@@ -72,7 +72,6 @@ def test_the_page_quotes_or_links_every_file_and_has_no_code_of_its_own() -> Non
     assert [code.strip() for name, code in blocks if name == "sh"] == [INSTALL, DRY_RUN, TESTS]
 
 
-@pytest.mark.long
 def test_the_plugins_own_tests_pass(installed: Workplace) -> None:
     assert re.search(r"\d+ passed", installed.run(f"{TESTS} -p no:cacheprovider"))
 

@@ -6,8 +6,8 @@
 PICTURES is a folder as `labels` describes it, of prompts without words; for the larger worlds name their --judge. This
 finds what might be a thing in them, and writes sheets of it, each with the likeliest of the names that its prompt asks
 for, and things.csv, a line for each. Write yes or no under `shown`: is it that, to a person? Where a name is another's,
-write the right one under `noun`. `labeled/things` holds a developer's labels for each world, in pictures of which no
-other label here is.
+write the right one under `noun`. `labeled/things` holds a developer's labels for each world, and `medium_reward`,
+of which the reward learns; all others are the held-out judge's. No picture has labels in two folders.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ THINGS = "things.csv"
 LABELED = Path(__file__).parent / "labeled" / "things"
 HELDOUT = {"small": ("small",), "medium": ("medium", "full"), "full": ("full",)}
 REWARD = {"medium": ("medium_reward",)}
-"""Folders under `LABELED` of which each judge learns, by world. No picture is in two."""
+"""Folders under `LABELED` of which each judge learns, by world."""
 WEIGHTS = Path(__file__).parent / "weights"
 THRESHOLD = 0.02
 """Certainty that there is anything, from which it is asked about."""
 COLUMNS, ROWS, EDGE, LINE_HEIGHT = 12, 9, 110, 14
 MOST_TURN, MOST_SCALE, MOST_SHIFT = 0.25, 0.3, 0.2
 """How far labeled pictures are varied: radians, the logarithm of a factor, halves of an edge."""
+MOST_GAIN, MOST_SHADE = 0.15, 0.05
+"""How far their channels are: shares of what they are, and what is added."""
 AROUND = 1.24
 """Edge of what is shown, by the longer one of the thing's box."""
 
@@ -49,7 +51,8 @@ AROUND = 1.24
 @dataclass(frozen=True)
 class Labeled:
     """Pictures (N, 3, S, S) float32 from 0 to 1 and their things. `boxes` (N, M, 4) in edges, zeros where a picture has
-    fewer; `nouns` (N, M) int64, −1 where a box shows none of them; `refused` (N, M) bool: it is no thing to a person.
+    fewer; `nouns` (N, M) int64, −1 where a box shows none of them; `refused` (N, M) bool: a person does not take it
+    for a thing.
     """
 
     pictures: torch.Tensor
@@ -58,7 +61,7 @@ class Labeled:
     refused: torch.Tensor
 
     def drawn(self, num: int, generator: torch.Generator) -> Labeled:
-        """So many of them by chance, half of the times as in a mirror."""
+        """Draws so many pictures by chance, half of the times as in a mirror."""
         chosen = torch.randint(len(self.pictures), (num,), generator=generator, device=generator.device)
         pictures, boxes, nouns, refused = (getattr(self, field.name)[chosen] for field in fields(self))
         if torch.rand(1, generator=generator, device=generator.device) < 0.5:
@@ -68,8 +71,8 @@ class Labeled:
         return Labeled(pictures, boxes, nouns, refused)
 
     def varied(self, generator: torch.Generator) -> Labeled:
-        """The same things, each picture turned, scaled, shifted and of other colors by chance, so that a judge learns
-        their shapes and not the pictures. What leaves a picture by its middle is a thing no longer."""
+        """Turns, scales, shifts and tints each picture by chance, so that a judge learns shapes and not pictures. A
+        thing whose middle leaves its picture is background."""
         num, device = len(self.pictures), self.pictures.device
         numbers = torch.rand(4, num, generator=generator, device=device) - 0.5
         tints = torch.rand(2, num, 3, 1, 1, generator=generator, device=device) - 0.5
@@ -82,7 +85,7 @@ class Labeled:
         matrix = torch.cat([turn / size[:, None, None], shift[..., None]], 2)
         points = F.affine_grid(matrix, list(self.pictures.shape), align_corners=False)
         pictures = F.grid_sample(self.pictures, points, padding_mode="border", align_corners=False)
-        pictures = (pictures * (1 + 0.3 * tints[0]) + 0.1 * tints[1]).clamp(0, 1)
+        pictures = (pictures * (1 + MOST_GAIN * 2 * tints[0]) + MOST_SHADE * 2 * tints[1]).clamp(0, 1)
         # A place p is painted from turn p / size + shift.
         middles = self.boxes[..., :2] + self.boxes[..., 2:] - 1 - shift[:, None]
         middles = (middles @ turn * size[:, None, None] + 1) / 2
@@ -93,8 +96,8 @@ class Labeled:
 
 
 def read(folder: Path, nouns: Sequence[str], device: torch.device | str = "cpu") -> Labeled:
-    """Labeled things. Raises ValueError for a label that is neither yes nor no, and an unknown noun. Nouns of other
-    worlds are background."""
+    """Labeled things. Raises ValueError for a label that is neither yes nor no, an unknown noun, and no labels.
+    Nouns of other worlds are background."""
     lines = read_lines(folder / labels.PROMPTS)
     pictures = labels.read(folder, range(len(lines)))
     known = {noun.name for noun in read_nouns()}
@@ -109,7 +112,8 @@ def read(folder: Path, nouns: Sequence[str], device: torch.device | str = "cpu")
             is_shown = bool(labels.CALLED[row["shown"]])
             noun = nouns.index(row["noun"]) if is_shown and row["noun"] in nouns else -1
             rows[int(row["picture"])].append((box, noun, not is_shown))
-    most = max(map(len, rows))
+    if not (most := max(map(len, rows))):
+        raise ValueError(f"{folder / THINGS} has no labels: fill one by `python -m recipes.composition.judges.things`")
     full = [[*ones, *[([0.0] * 4, -1, False)] * (most - len(ones))] for ones in rows]
     boxes, kinds, refused = (torch.tensor([[one[part] for one in ones] for ones in full]) for part in range(3))
     return Labeled(pictures.to(device), boxes.to(device), kinds.to(device), refused.to(device))
@@ -128,7 +132,7 @@ def read_kept(folders: Mapping[str, Sequence[str]], world: World, device: torch.
 
 
 def _with_room(labeled: Labeled, more: int) -> Labeled:
-    """The same with room for more things to a picture."""
+    """Makes room for more things to a picture."""
     boxes = F.pad(labeled.boxes, (0, 0, 0, more))
     nouns, refused = (
         F.pad(part, (0, more), value=empty) for part, empty in ((labeled.nouns, -1), (labeled.refused, 0))

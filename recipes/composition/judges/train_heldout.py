@@ -1,7 +1,7 @@
 """Train the held-out judge: `python -m recipes.composition.judges.train_heldout --world small --output FILE`.
 
-Other seeds, another roughening and another loss than the reward's, and things that people refused: see `things`. On an
-H200 in three minutes for the small world, in five for the others.
+Other seeds, another roughening and another loss than the reward's, and labeled things: see `things`. On an H200 in
+three minutes for the small world, in five for the others.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         {"params": list(judge.features.parameters()), "lr": FEATURES_LR},
     ]
     labeled = things.read_kept(things.HELDOUT, world, device)
+    assert labeled is not None
     steps = iterations or ITERATIONS[world.size]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -68,7 +69,6 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         schedule.step()
         if step % 100 == 99:
             print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
-    assert labeled is not None
     tune(judge, world, labeled, generator, max(1, round(TUNING * steps)))
     return judge
 

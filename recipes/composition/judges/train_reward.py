@@ -1,6 +1,7 @@
-"""Train the reward judge on renders: `python -m recipes.composition.judges.train_reward --world small --output FILE`.
+"""Train the reward judge: `python -m recipes.composition.judges.train_reward --world small --output FILE`.
 
-Fixed iterations and seeds: 7 minutes on ten CPU cores for the small world; the others want a GPU.
+On renders, and in the medium world on labeled things too: see `things`. Fixed iterations and seeds: 7 minutes on ten
+CPU cores for the small world; the others want a GPU.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _losses(
 
 def _bumps(boxes: torch.Tensor, kinds: torch.Tensor, num_kinds: int) -> torch.Tensor:
     """Wanted heat (N, num_kinds, CELLS, CELLS) of boxes (N, M, 4) in edges: 1 in the middle of one of a kind (N, M),
-    less around it. Boxes without width and kinds below 0 are none."""
+    less around it. Boxes without width and kinds below 0 are ignored."""
     owner, slot = ((boxes[..., 2] > 0) & (kinds >= 0)).nonzero(as_tuple=True)
     box, kind = boxes[owner, slot], kinds[owner, slot]
     at, cell = torch.arange(CELLS, device=boxes.device), _cells(box)
@@ -165,7 +166,7 @@ def _cells(boxes: torch.Tensor) -> torch.Tensor:
 
 
 def _focal(heat: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """CenterNet's loss of logits, by the number of things."""
+    """CenterNet's loss of logits, by the number of cells in whose middle a thing is, at least 1."""
     positive = target == 1
     p = heat.sigmoid().clamp(1e-4, 1 - 1e-4)
     gain = torch.where(positive, (1 - p) ** 2 * p.log(), (1 - target) ** 4 * p**2 * (1 - p).log())

@@ -80,6 +80,8 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert Path(str(medium.data.validation)).name == "medium_seen.jsonl"
     assert {name: part.weight for name, part in medium.rewards.items() if part.weight} == {SMOOTH: 1.0}
     assert medium.trainer.optimizer.lr_schedule == "cosine"
+    assert (medium.trainer.compile, medium.rollout.compile, medium.trainer.deterministic) == (True, True, False)
+    assert medium.schedule.max_staleness == 1
 
     full = jobs("full", tmp_path)["DiffusionNFT-full-1"]
     assert (full.rollout.height, full.trainer.mode) == (128, "full")

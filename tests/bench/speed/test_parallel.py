@@ -10,7 +10,6 @@ from bench.speed.parallel import side_by_side
 from tests.services.trainer.processes import START_TIMEOUT_S
 
 
-@pytest.mark.long
 def test_two_ranks_compute_what_one_does() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "bench.speed.parallel", "--tiny", "--eager", "--steps", "1"]

@@ -40,7 +40,7 @@ def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> ModelAdapter:
     loaded = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
     loaded.joins_branches = True
     if isinstance(loaded, QwenImageEditAdapter):
-        loaded.condition_pixels = 1024
+        loaded.condition_pixels = 1024  # a million without it
     return loaded
 
 

@@ -15,6 +15,7 @@ from recipes.composition.judges.heldout import HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.judges.reward import RewardJudge
 from recipes.composition.judges.train_heldout import middles, tune
+from recipes.composition.judges.train_reward import _bumps, _focal
 from recipes.composition.judges.train_reward import tune as tune_reward
 from recipes.composition.make_prompts import read_lines
 from recipes.composition.render import render
@@ -58,6 +59,12 @@ def test_a_label_is_about_the_middle_of_its_box(folder: Path, world: World) -> N
 def test_other_labels_are_refused(folder: Path, world: World, noun: str, shown: str, says: str) -> None:
     write(folder, (0, noun, 0, 0, 9, 9, shown))
     with pytest.raises(ValueError, match=says):
+        things.read(folder, world.nouns)
+
+
+def test_a_file_without_labels_is_refused(folder: Path, world: World) -> None:
+    write(folder)
+    with pytest.raises(ValueError, match="has no labels"):
         things.read(folder, world.nouns)
 
 
@@ -106,7 +113,8 @@ def test_boxes_follow_what_varied_pictures_show() -> None:
         picture[:, top : top + 20, left : left + 20] = 1
         box[0] = torch.tensor([left, top, left + 20, top + 20]) / 128
     nouns = torch.tensor([3, -1]).expand(32, 2)
-    varied = things.Labeled(pictures, boxes, nouns, torch.zeros(32, 2, dtype=torch.bool)).varied(generator)
+    refused = torch.tensor([True, False]).expand(32, 2)
+    varied = things.Labeled(pictures, boxes, nouns, refused).varied(generator)
     light = (varied.pictures.mean(1) - varied.pictures.mean(1).amin((1, 2), keepdim=True)).flatten(1)
     light = light / light.amax(1, keepdim=True)
     at = (
@@ -121,6 +129,8 @@ def test_boxes_follow_what_varied_pictures_show() -> None:
     gone = varied.nouns[:, 0] < 0
     assert gone.any()
     assert not varied.boxes[gone].any()
+    assert torch.equal(varied.refused[:, 0], ~gone)
+    assert not varied.boxes[:, 1].any()
     assert (varied.nouns[:, 1] == -1).all()
 
 
@@ -167,40 +177,57 @@ def test_the_medium_world_learns_from_the_labels_of_the_full_one_too() -> None:
     assert (both.nouns[: len(own.nouns), own.nouns.shape[1] :] == -1).all()
 
 
-def test_the_judges_learn_from_no_picture_in_common_and_from_none_that_measures_them() -> None:
-    medium = World.medium()
-    folders = [things.LABELED / name for name in ("medium", "full", "medium_reward")]
-    folders += [things.LABELED.parent / name for name in ("medium", "medium_trained")]
+def test_no_picture_is_labeled_for_two_ends() -> None:
+    """The judges learn from no picture in common, and from none that measures them."""
+    names = {name for folders in (things.HELDOUT, things.REWARD) for ones in folders.values() for name in ones}
+    assert names == {folder.name for folder in things.LABELED.iterdir()}
+    measuring = [folder for folder in things.LABELED.parent.iterdir() if folder != things.LABELED]
+    assert len(measuring) == 7
     seen: set[bytes] = set()
-    for folder in folders:
+    for folder in (*(things.LABELED / name for name in names), *measuring):
         pictures = labels.read(folder, range(len(read_lines(folder / labels.PROMPTS))))
         own = {picture.numpy().tobytes() for picture in pictures}
         assert not own & seen, folder.name
         seen |= own
-    assert medium.size == pictures.shape[-1]
 
 
-def test_the_reward_learns_what_people_refuse(world: World) -> None:
-    """Renders are accepted before and after, their negatives then no longer."""
+def test_the_reward_learns_what_people_accept_and_refuse(world: World) -> None:
+    """Negatives of renders are accepted, renders in the colors of other channels are refused."""
     judge, generator = load_judge(things.WEIGHTS / "reward-64.safetensors"), torch.Generator().manual_seed(1)
     assert isinstance(judge, RewardJudge)
     scenes = draw(world, 32, generator, categories=["single_object", "two_object"])
     pictures, is_thing = render(world, scenes, "cpu"), scenes.boxes[..., 2] > 0
-    refused = things.Labeled(1 - pictures, scenes.boxes, torch.full_like(scenes.nouns, -1), is_thing)
+    accepted = torch.arange(32) < 16
+    shown = torch.where(accepted[:, None, None, None], 1 - pictures, pictures.roll(1, 1))
+    nouns = torch.where(is_thing & accepted[:, None], scenes.nouns, -1)
+    labeled = things.Labeled(shown, scenes.boxes, nouns, is_thing & ~accepted[:, None])
 
-    def certain(pictures: torch.Tensor) -> float:
-        """Mean of the most heat in the middles of all things."""
+    def certain(pictures: torch.Tensor, ones: torch.Tensor) -> float:
+        """Mean of the most heat in the middles of these pictures' things."""
         with torch.no_grad():
-            heat = judge.detector(pictures)[0][:, :-1].sigmoid().amax(1)
-        inside = middles(scenes.boxes) & is_thing[..., None, None]
-        return float((heat[:, None] * inside).amax((2, 3))[is_thing].mean())
+            heat = judge.detector(pictures[ones])[0][:, :-1].sigmoid().amax(1)
+        asked = is_thing[ones]
+        inside = middles(scenes.boxes[ones]) & asked[..., None, None]
+        return float((heat[:, None] * inside).amax((2, 3))[asked].mean())
 
     judge.detector.eval()
-    before = certain(1 - pictures)
-    tune_reward(judge.detector, world, refused, generator, 40)
+    before = [certain(shown, ones) for ones in (accepted, ~accepted)]
+    tune_reward(judge.detector, world, labeled, generator, 40)
     judge.detector.eval()
-    assert certain(1 - pictures) < 0.5 * before
-    assert certain(pictures) > max(0.5, 2 * certain(1 - pictures))
+    after = [certain(shown, ones) for ones in (accepted, ~accepted)]
+    assert after[0] > 1.5 * before[0]
+    assert after[1] < 0.6 * before[1]
+    assert certain(pictures, torch.ones(32, dtype=torch.bool)) > 0.5
+
+
+def test_what_is_refused_weighs_more_than_what_is_background() -> None:
+    boxes, heat = torch.tensor([[[0.25, 0.25, 0.75, 0.75]]]), torch.zeros(1, 3, 16, 16)
+    bump = _bumps(boxes, torch.zeros(1, 1, dtype=torch.int64), 1)
+    assert (bump.shape, bump[0, 0].argmax()) == ((1, 1, 16, 16), 8 * 16 + 8)
+    plain, refused = _focal(heat, torch.zeros_like(heat)), _focal(heat, torch.zeros_like(heat), 1 + 8 * bump)
+    assert float(refused) == pytest.approx(float(plain) * (1 + 8 * float(bump.mean())), rel=1e-5)
+    assert not _bumps(boxes, torch.full((1, 1), -1), 1).any()
+    assert not _bumps(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), 1).any()
 
 
 def test_a_judge_learns_what_people_refuse(world: World) -> None:

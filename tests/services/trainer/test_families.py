@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Settings of `rollout` by kind of checkpoint, where the defaults do not work or a test shows more."""
 COMPILED_OFTEN = ("qwen_image", "stable_diffusion_3", "wan")
 """Kinds that `make test` compiles; `make test-all` compiles all."""
+assert set(COMPILED_OFTEN) <= set(MAKERS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
