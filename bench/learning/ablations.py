@@ -82,7 +82,7 @@ MEDIUM_WORLD: Final = (
 )
 """Twice the pictures a step, in the type that real models have, paid by the smooth score: the base gets most points of
 the reward, and a quarter of its groups all of them. Compiled and one step behind, Flow-GRPO's step takes half of its
-time. It has half of the small world's best rate, at which the judge's score wavered."""
+time. Flow-GRPO trains at half of its best rate in the small world, at which the judge's score wavered here."""
 
 
 @dataclass(frozen=True)
