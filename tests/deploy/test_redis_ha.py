@@ -32,8 +32,10 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPods]:
 
 @pytest.fixture
 def client(pods: RedisPods) -> Iterator[redis.Redis]:
-    """Connects like a controller; the pods are ready."""
+    """Connects like a controller; the pods are ready, and the primary has both replicas."""
     wait_until(pods.ready, 60)
+    primary = pods.primary
+    wait_until(lambda: primary.client().info("replication")["min_slaves_good_slaves"] == 2, 60)
     with connect_sync(pods.url) as made:
         yield made
 
@@ -101,6 +103,28 @@ def test_a_primary_that_leaves_hands_over_and_loses_nothing(pods: RedisPods, cli
     assert before.role == "slave"
 
 
+def test_a_primary_leaves_before_the_sentinels_know_whom_to_elect(pods: RedisPods, client: redis.Redis) -> None:
+    """They learn within ten seconds only that a replica has the data and may be elected."""
+    before = pods.primary
+    replicas = [pod for pod in pods.pods if pod is not before]
+
+    def known() -> set[str]:
+        answers = [pod.client(26379).sentinel_slaves("flowfleet") for pod in replicas]
+        return {str(replica["slave-priority"]) for answer in answers for replica in answer}
+
+    for pod in replicas:
+        pod.client().config_set("replica-priority", 0)
+        # Nor do they elect of themselves, for a primary whose writes pause seems down to them after a while.
+        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 60_000)
+    wait_until(lambda: known() == {"0"}, 60)
+    for pod in replicas:
+        assert pod.run("probe.sh", "ready") == 0
+    assert before.run("leave.sh") == 0
+    assert before.role == "slave"
+    for pod in replicas:
+        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 1000)
+
+
 def test_a_killed_primary_comes_back_with_its_file_or_is_replaced(pods: RedisPods, client: redis.Redis) -> None:
     before = pods.primary
     with Writer(client) as writer:
@@ -116,7 +140,7 @@ def test_a_killed_primary_comes_back_with_its_file_or_is_replaced(pods: RedisPod
 
 def test_a_primary_whose_disk_is_lost_does_not_empty_its_replicas(pods: RedisPods, client: redis.Redis) -> None:
     client.set("ff:kept", "1")
-    client.wait(2, 5000)
+    assert client.wait(2, 5000) == 2
     before = pods.primary
     before.kill()
     before.lose_disk()
@@ -156,6 +180,7 @@ def test_after_a_power_cut_the_last_primary_leads(pods: RedisPods, client: redis
     """And not the first pod, which was gone and is behind, nor while the primary is the last to start."""
     if pods.primary is pods.pods[0]:
         assert pods.pods[0].run("leave.sh") == 0
+        wait_until(pods.ready, 60)
     first, primary = pods.pods[0], pods.primary
     wait_until(lambda: primary.client().info("replication")["min_slaves_good_slaves"] == 2, 60)
     first.kill()

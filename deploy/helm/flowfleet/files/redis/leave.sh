@@ -10,9 +10,7 @@ for _ in $(seq 50); do
     END { for (replica in of) if (of[replica] < at) exit 1 }' && break
   sleep 0.1
 done
-for peer in $REDIS_PEERS; do
-  [ "$peer" != "$REDIS_SELF" ] && [ "$(ask -h "$peer" -p 26379 sentinel failover flowfleet)" = OK ] && break
-done
+begun=
 for _ in $(seq 75); do
   found=$(primary)
   host=${found% *}
@@ -21,5 +19,14 @@ for _ in $(seq 75); do
     ask client kill type normal # what waits for the end of the pause goes to the new one
     exit 0
   fi
+  # Asked again until one begins: a Sentinel learns within ten seconds only that a replica may be elected.
+  for peer in $REDIS_PEERS; do
+    if [ -z "$begun" ] && [ "$peer" != "$REDIS_SELF" ]; then
+      if [ "$(ask -h "$peer" -p 26379 sentinel failover flowfleet)" = OK ]; then begun=1; fi
+    fi
+  done
   sleep 0.2
 done
+ask client unpause
+echo "$REDIS_SELF leaves as the primary: no other one was elected" >&2
+exit 1
