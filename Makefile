@@ -8,8 +8,9 @@ OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni-cpu.txt)
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Two files of tests at a time, in their order, which has long ones early; the tests of one file share what they start.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time on two cores, for a third of their time is waiting, in their order, which has long ones
+# early; the tests of one file share what they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
 # What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
 LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from flowfleet.process.service import PATIENT_THREADS
 
-# Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
+# Before torch: three files of tests at a time share two cores. Threads that meet at barriers wait for one that has no
 # core: with two a process, steps of the tiny model took four times as long next to one other process.
 os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
 
@@ -77,8 +77,18 @@ def _redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 @pytest.fixture
 def redis_url(_redis_of_session: str) -> str:
     """A real, empty Redis with a password, as `flowfleet up` starts it; one server a test session."""
+    return _emptied(_redis_of_session)
+
+
+@pytest.fixture(scope="module")
+def redis_of_module(_redis_of_session: str) -> str:
+    """The same server, emptied before the first test of a file alone: for services that live as long as its tests."""
+    return _emptied(_redis_of_session)
+
+
+def _emptied(url: str) -> str:
     from flowfleet.redis.client import connect_sync
 
-    with connect_sync(_redis_of_session) as client:
+    with connect_sync(url) as client:
         client.flushall()
-    return _redis_of_session
+    return url

@@ -58,6 +58,14 @@ FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL, REFL = (
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
+QUALITY_GATE: Final = ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}')
+"""24 pictures of the shipped base had an image_quality of 0.44 on average, with a deviation of 0.16: one below."""
+DOUBTED: Final = (
+    "rewards.image_quality.weight=0.0",
+    'algorithm.kl_gate={rewards=["image_quality"]}',
+    "algorithm.kl_reference={every=3}",
+)
+"""GARDO's KL: of samples that image_quality doubts alone, to the policy of every three training steps."""
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 
 
@@ -152,16 +160,15 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
             ("ceiling 0.7", ("algorithm.reward_ceiling=0.7",)),
             ("KL 1", ("algorithm.kl_coef=1.0",)),
             ("KL 10", ("algorithm.kl_coef=10.0",)),
+            ("gate", QUALITY_GATE),
+            ("second reward", ("rewards.image_quality.weight=0.5",)),
+            ("GARDO", ("algorithm.kl_coef=1.0", *DOUBTED)),
         )
     ],
     "guards": [
         Line("reward alone", length=PUSHED),
         Line("KL", ("algorithm.kl_coef=0.04",), length=PUSHED),
-        Line(
-            "gate",
-            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}'),
-            length=PUSHED,
-        ),
+        Line("gate", QUALITY_GATE, length=PUSHED),
         Line("second reward", ("rewards.image_quality.weight=0.5",), length=PUSHED),
         Line(
             "GARDO",
@@ -170,16 +177,13 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
                 "rewards.diversity.weight=0.0",
                 'algorithm.diversity="diversity"',
                 "algorithm.kl_coef=0.04",
-                "rewards.image_quality.weight=0.0",
-                'algorithm.kl_gate={rewards=["image_quality"]}',
-                "algorithm.kl_reference={every=3}",
+                *DOUBTED,
             ),
             length=PUSHED,
         ),
     ],
 }
-"""Settings that users ask for most, and what hinders a hacked reward. 24 pictures of the
-shipped base had an image_quality of 0.44 on average, with a deviation of 0.16: the gate is one below."""
+"""Settings that users ask for most, and what hinders a hacked reward."""
 
 
 def main() -> int:

@@ -52,8 +52,8 @@ class IdleController:
 
 
 @pytest.fixture(scope="module")
-def idle_controller(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleController]:
-    controller = IdleController(_redis_of_session, tmp_path_factory.mktemp("controller"))
+def idle_controller(redis_of_module: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleController]:
+    controller = IdleController(redis_of_module, tmp_path_factory.mktemp("controller"))
     controller.start()
     controller.wait()
     yield controller

@@ -72,8 +72,13 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
 
     pushed = jobs("gradient", tmp_path)
-    assert [one.algorithm.reward_ceiling for one in pushed.values()] == [None, 0.7, None, None]
-    assert [one.algorithm.kl_coef for one in pushed.values()] == [0, 0, 1, 10]
+    ceilings = {name: one.algorithm.reward_ceiling for name, one in pushed.items() if one.algorithm.reward_ceiling}
+    assert ceilings == {"ceiling_0.7-1": 0.7}
+    assert [one.algorithm.kl_coef for one in pushed.values()] == [0, 0, 1, 10, 0, 0, 1]
+    assert pushed["gate-1"].rewards["image_quality"].gate is not None
+    assert pushed["second_reward-1"].rewards["image_quality"].weight == 0.5
+    doubted = pushed["GARDO-1"].algorithm
+    assert (doubted.kl_gate.rewards, doubted.kl_reference.every) == (("image_quality",), 3)
 
     medium = jobs("medium", tmp_path)["AWM-1"]
     assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)

@@ -50,18 +50,13 @@ def replica(directory: Path, redis_url: str, size: int) -> ReplicaProcess:
 
 
 @pytest.fixture(scope="module")
-def shared_redis(_redis_of_session: str) -> str:
-    return _redis_of_session
+def one(tmp_path_factory: pytest.TempPathFactory, redis_of_module: str) -> Iterator[ReplicaProcess]:
+    yield from serving(replica(tmp_path_factory.mktemp("one"), redis_of_module, 1))
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, shared_redis: str) -> Iterator[ReplicaProcess]:
-    yield from serving(replica(tmp_path_factory.mktemp("one"), shared_redis, 1))
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, shared_redis: str) -> Iterator[ReplicaProcess]:
-    yield from serving(replica(tmp_path_factory.mktemp("two"), shared_redis, 2))
+def two(tmp_path_factory: pytest.TempPathFactory, redis_of_module: str) -> Iterator[ReplicaProcess]:
+    yield from serving(replica(tmp_path_factory.mktemp("two"), redis_of_module, 2))
 
 
 def serving(process: ReplicaProcess) -> Iterator[ReplicaProcess]:
@@ -94,7 +89,7 @@ async def both(one: ReplicaProcess, two: ReplicaProcess, redis_url: str, run: Ru
 
 @pytest.mark.anyio
 async def test_samples_of_published_adapters_are_those_of_one_process(
-    one: ReplicaProcess, two: ReplicaProcess, shared_redis: str
+    one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str
 ) -> None:
     """Two versions one after the other, plain and guided, and the KL to the policy without adapter."""
 
@@ -109,7 +104,7 @@ async def test_samples_of_published_adapters_are_those_of_one_process(
         made.append([sample.reference_kl for sample in await client.generate(wanted)])
         return made
 
-    ours, theirs = await both(one, two, shared_redis, run)
+    ours, theirs = await both(one, two, redis_of_module, run)
     for mine, other in zip(ours[:3], theirs[:3], strict=True):
         assert_alike(mine, other)
     assert not torch.allclose(ours[0][0].next_latents, ours[1][0].next_latents, atol=1e-3)
@@ -120,7 +115,7 @@ async def test_samples_of_published_adapters_are_those_of_one_process(
 @pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b"])
 @pytest.mark.anyio
 async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split(
-    one: ReplicaProcess, two: ReplicaProcess, shared_redis: str, tmp_path: Path, kind: str
+    one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str, tmp_path: Path, kind: str
 ) -> None:
     model = ModelSpec(path=str(make_tiny(kind, tmp_path / kind)), dtype="float32")
 
@@ -136,14 +131,14 @@ async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split
         await client.finish("full", 0, weights.tensor_hashes(tensors.items()))
         return await paths(client, request("full", 0))
 
-    assert_alike(*await both(one, two, shared_redis, run))
+    assert_alike(*await both(one, two, redis_of_module, run))
 
 
 @pytest.mark.anyio
 async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
-    two: ReplicaProcess, shared_redis: str, tiny_qwen_image: Path
+    two: ReplicaProcess, redis_of_module: str, tiny_qwen_image: Path
 ) -> None:
-    async with Client(two.address, shared_redis) as client:
+    async with Client(two.address, redis_of_module) as client:
         other = ModelSpec(path=str(tiny_qwen_image), dtype="float32")
         code, message = await client.refusal(client.init("other", other))
         assert (code, "Qwen-Image cannot split a sample over the 2 devices" in message) == (INVALID, True)
@@ -160,32 +155,32 @@ async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
 
 @pytest.mark.anyio
 async def test_heads_that_cannot_be_shared_are_refused_before_weights_are_read(
-    two: ReplicaProcess, shared_redis: str, tmp_path: Path
+    two: ReplicaProcess, redis_of_module: str, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(RECIPE.path, tmp_path / "model")
     config = folder / "transformer/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 3}))
     for file in folder.rglob("*.safetensors"):
         file.unlink()
-    async with Client(two.address, shared_redis) as client:
+    async with Client(two.address, redis_of_module) as client:
         model = ModelSpec(path=str(folder), dtype="float32")
         code, message = await client.refusal(client.init("heads", model))
         assert (code, "2 devices cannot share the 3 attention heads of transformer" in message) == (INVALID, True)
 
 
 @pytest.mark.anyio
-async def test_it_says_how_many_devices_it_has(one: ReplicaProcess, two: ReplicaProcess, shared_redis: str) -> None:
+async def test_it_says_how_many_devices_it_has(one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str) -> None:
     async def run(client: Client) -> Any:
         status = await client.status()
         record = await ReplicaDirectory(client.redis).get(status.replica_id)
         return status.num_devices, record and record.num_devices
 
-    assert await both(one, two, shared_redis, run) == ((1, 1), (2, 2))
+    assert await both(one, two, redis_of_module, run) == ((1, 1), (2, 2))
 
 
 @pytest.mark.anyio
-async def test_wrong_weights_are_refused_by_both(two: ReplicaProcess, shared_redis: str) -> None:
-    async with Client(two.address, shared_redis) as client:
+async def test_wrong_weights_are_refused_by_both(two: ReplicaProcess, redis_of_module: str) -> None:
+    async with Client(two.address, redis_of_module) as client:
         state = await client.publish_adapter("wrong", 0, RECIPE, SPEC, seed=1)
         await client.start("wrong", 1)
         await client.update_adapter("wrong", 1, await client.put_adapter("wrong", make_adapter(RECIPE, SPEC, 2)))

@@ -35,13 +35,9 @@ IDLE, SERVING = rollout_pb2.ROLLOUT_STATE_IDLE, rollout_pb2.ROLLOUT_STATE_SERVIN
 
 
 @pytest.fixture(scope="module")
-def shared_redis(_redis_of_session: str) -> str:
-    """Not flushed between tests: the replica lives as long as this file's tests."""
-    return _redis_of_session
-
-
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec, shared_redis: str) -> Iterator[ReplicaProcess]:
+def replica(
+    tmp_path_factory: pytest.TempPathFactory, model: ModelSpec, redis_of_module: str
+) -> Iterator[ReplicaProcess]:
     """One replica for the whole file; a test binds it to a job of its own."""
     flags = (
         "--replica-id",
@@ -55,16 +51,16 @@ def replica(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec, shared_r
         "--metrics-port",
         "0",
     )
-    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), shared_redis, *flags)
+    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), redis_of_module, *flags)
     yield process
     process.terminate()
     assert process.wait() == 0, process.log.read_text()
 
 
 @pytest.fixture
-def client(replica: ReplicaProcess, shared_redis: str) -> Any:
+def client(replica: ReplicaProcess, redis_of_module: str) -> Any:
     """A maker of connections: clients belong to a test's own event loop."""
-    return lambda: Client(replica.address, shared_redis)
+    return lambda: Client(replica.address, redis_of_module)
 
 
 def long_generate(job_id: str, version: int, num_steps: int) -> rollout_pb2.GenerateRequest:

@@ -33,17 +33,17 @@ MakeClient = Callable[[], Client]
 
 
 @pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory, _redis_of_session: str) -> Iterator[ReplicaProcess]:
+def replica(tmp_path_factory: pytest.TempPathFactory, redis_of_module: str) -> Iterator[ReplicaProcess]:
     """Takes the model of whichever job binds it."""
-    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), _redis_of_session, "--replica-id", "families")
+    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), redis_of_module, "--replica-id", "families")
     yield process
     process.terminate()
     assert process.wait() == 0, process.log.read_text()
 
 
 @pytest.fixture
-def client(replica: ReplicaProcess, _redis_of_session: str) -> MakeClient:
-    return lambda: Client(replica.address, _redis_of_session)
+def client(replica: ReplicaProcess, redis_of_module: str) -> MakeClient:
+    return lambda: Client(replica.address, redis_of_module)
 
 
 @pytest.fixture(scope="module")

@@ -44,15 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def shared_redis(_redis_of_session: str) -> str:
-    """Not flushed between tests."""
-    return _redis_of_session
-
-
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory, shared_redis: str) -> Iterator[ReplicaProcess]:
+def replica(tmp_path_factory: pytest.TempPathFactory, redis_of_module: str) -> Iterator[ReplicaProcess]:
     flags = ("--replica-id", "t0", "--engine", "transformers", "--max-batch", "8")
-    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), shared_redis, *flags)
+    process = ReplicaProcess(tmp_path_factory.mktemp("replica"), redis_of_module, *flags)
     yield process
     process.terminate()
     assert process.wait() == 0, process.log.read_text()
@@ -61,14 +55,14 @@ def replica(tmp_path_factory: pytest.TempPathFactory, shared_redis: str) -> Iter
 @pytest.mark.long
 @pytest.mark.anyio
 async def test_tokens_are_those_of_the_weights_that_were_sent(
-    replica: ReplicaProcess, model: ModelSpec, shared_redis: str
+    replica: ReplicaProcess, model: ModelSpec, redis_of_module: str
 ) -> None:
     adapter = sequence_adapter_for(model.path).load(model.path, dtype=torch.float32)
     for value in adapter.transformer.parameters():
         value.data.add_(0.01)
     tensors = weights.full_parameters(adapter.experts)
     buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=20_000)
-    async with Client(replica.address, shared_redis) as c:
+    async with Client(replica.address, redis_of_module) as c:
         sender = Sender("text", 30.0)
         await asyncio.gather(sender.join(), c.init("job-t", model, group=sender.replica_group()))
         await c.start("job-t", 0)

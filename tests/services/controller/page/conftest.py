@@ -59,7 +59,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def site(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(redis_of_module: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Who may look has a key, and who may steer."""
     directory = tmp_path_factory.mktemp("site")
     keys = directory / "keys.toml"
@@ -67,12 +67,12 @@ def site(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> It
         f'[{may}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\nmay = "{may}"\n' for may, key in KEYS.items()
     )
     keys.write_text("".join(lines))
-    stage = in_stage(_redis_of_session, lambda store: set_stage(store, directory))
+    stage = in_stage(redis_of_module, lambda store: set_stage(store, directory))
     more = ("--reward", "jpeg_compressibility=a:2", "--keys-file", str(keys))
-    controller = IdleController(_redis_of_session, directory, *more)
+    controller = IdleController(redis_of_module, directory, *more)
     controller.start()
     controller.wait()
-    yield Site(controller.url, _redis_of_session, stage)
+    yield Site(controller.url, redis_of_module, stage)
     controller.kill()
 
 

@@ -19,10 +19,10 @@ PLACES = [(0.2, 0.0), (0.7, 0.5), (0.4, 0.8), (0.9, 0.2), (0.55, 0.6)]
 
 
 @pytest.fixture(scope="module")
-def crowded(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def crowded(redis_of_module: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """URL of a controller with 500 jobs, and the id of the one with 10,000 held-out samples."""
-    job = in_stage(_redis_of_session, lambda store: fill(store, JOBS, PROMPTS, VERSIONS))
-    controller = IdleController(_redis_of_session, tmp_path_factory.mktemp("crowded"))
+    job = in_stage(redis_of_module, lambda store: fill(store, JOBS, PROMPTS, VERSIONS))
+    controller = IdleController(redis_of_module, tmp_path_factory.mktemp("crowded"))
     controller.start()
     controller.wait()
     yield controller.url, job
