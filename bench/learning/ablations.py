@@ -162,7 +162,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
             ("KL 10", ("algorithm.kl_coef=10.0",)),
             ("gate", QUALITY_GATE),
             ("second reward", ("rewards.image_quality.weight=0.5",)),
-            ("GARDO", ("algorithm.kl_coef=1.0", *DOUBTED)),
+            ("KL 1 where doubted", ("algorithm.kl_coef=1.0", *DOUBTED)),
         )
     ],
     "guards": [

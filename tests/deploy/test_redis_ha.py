@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from flowfleet.redis.client import connect_sync
-from tests.deploy.redis_pods import OPERATOR, PASSWORDS, RedisPods
+from tests.deploy.redis_pods import OPERATOR, PASSWORDS, RedisPod, RedisPods
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -103,26 +103,46 @@ def test_a_primary_that_leaves_hands_over_and_loses_nothing(pods: RedisPods, cli
     assert before.role == "slave"
 
 
-def test_a_primary_leaves_before_the_sentinels_know_whom_to_elect(pods: RedisPods, client: redis.Redis) -> None:
+def priorities(pods: list[RedisPod]) -> set[int]:
+    """Whether replicas may be elected, as far as the Sentinels of these pods know."""
+    answers = [pod.client(26379).sentinel_slaves("flowfleet") for pod in pods]
+    return {replica["slave-priority"] for answer in answers for replica in answer}
+
+
+@pytest.fixture
+def refusing(pods: RedisPods) -> Iterator[list[RedisPod]]:
+    """The replicas, which their Sentinels know as not to be elected; and which do not elect of themselves, for a
+    primary whose writes pause seems down after a while."""
+    primary = pods.primary
+    replicas = [pod for pod in pods.pods if pod is not primary]
+    for pod in replicas:
+        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 60_000)
+        pod.client().config_set("replica-priority", 0)
+    wait_until(lambda: priorities(replicas) == {0}, 60)
+    yield replicas
+    for pod in replicas:
+        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 1000)
+
+
+def test_a_primary_leaves_before_the_sentinels_know_whom_to_elect(
+    client: redis.Redis, pods: RedisPods, refusing: list[RedisPod]
+) -> None:
     """They learn within ten seconds only that a replica has the data and may be elected."""
     before = pods.primary
-    replicas = [pod for pod in pods.pods if pod is not before]
-
-    def known() -> set[str]:
-        answers = [pod.client(26379).sentinel_slaves("flowfleet") for pod in replicas]
-        return {str(replica["slave-priority"]) for answer in answers for replica in answer}
-
-    for pod in replicas:
-        pod.client().config_set("replica-priority", 0)
-        # Nor do they elect of themselves, for a primary whose writes pause seems down to them after a while.
-        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 60_000)
-    wait_until(lambda: known() == {"0"}, 60)
-    for pod in replicas:
+    for pod in refusing:
         assert pod.run("probe.sh", "ready") == 0
     assert before.run("leave.sh") == 0
     assert before.role == "slave"
-    for pod in replicas:
-        pod.client(26379).sentinel_set("flowfleet", "down-after-milliseconds", 1000)
+
+
+def test_a_primary_that_nobody_can_follow_says_so(
+    client: redis.Redis, pods: RedisPods, refusing: list[RedisPod]
+) -> None:
+    before = pods.primary
+    assert before.run("leave.sh") == 1
+    assert "no other one was elected" in before.log()
+    assert before.role == "master"
+    assert before.client().client_unpause()  # it did not end as it does in a pod
 
 
 def test_a_killed_primary_comes_back_with_its_file_or_is_replaced(pods: RedisPods, client: redis.Redis) -> None:

@@ -12,7 +12,7 @@ each picture with its number and prompt. labels.csv has a line `number,category,
 base, and of 106 of its second one and of a trained model, mixed; in the full world of 98 of its base and of 98 of two
 trained models, mixed. He did not know which of several models had painted a picture, nor what a judge said of it, but
 of the medium world and for the last 98 had seen what one said of some others. Labels of styles are left out, for he
-could not tell them.
+could not tell them. `second_look.csv` has his labels of the same 106 pictures from another day.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert [one.algorithm.kl_coef for one in pushed.values()] == [0, 0, 1, 10, 0, 0, 1]
     assert pushed["gate-1"].rewards["image_quality"].gate is not None
     assert pushed["second_reward-1"].rewards["image_quality"].weight == 0.5
-    doubted = pushed["GARDO-1"].algorithm
+    doubted = pushed["KL_1_where_doubted-1"].algorithm
     assert (doubted.kl_gate.rewards, doubted.kl_reference.every) == (("image_quality",), 3)
 
     medium = jobs("medium", tmp_path)["AWM-1"]

@@ -447,3 +447,10 @@ def test_the_held_out_judge_agrees_with_the_labels_that_are_kept(painter: str, l
     agreed = [verdict == label for verdict, label in zip(said, shown.values(), strict=True)]
     assert len(agreed) == 81
     assert sum(agreed) / 81 >= least
+
+
+def test_a_second_look_is_at_the_same_pictures() -> None:
+    folder = Path(labels.__file__).parent / "labeled" / "medium_trained"
+    first, second = (labels.read_labels(folder / name) for name in ("labels.csv", "second_look.csv"))
+    assert first.keys() == second.keys()
+    assert sum(first[number] != second[number] for number in first) == 8

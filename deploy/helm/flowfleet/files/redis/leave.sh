@@ -2,7 +2,7 @@
 . /etc/redis/client.sh
 [ "$(ask role | head -n 1)" = master ] || exit 0
 ask info replication | grep -q 'state=online' || exit 0
-ask client pause 20000 write
+ask client pause 30000 write
 for _ in $(seq 50); do
   ask info replication | tr -d '\r' | awk -F '[=,:]' '
     /^slave[0-9]/ { for (i = 1; i < NF; i++) if ($i == "offset") of[$0] = $(i + 1) }
@@ -10,8 +10,16 @@ for _ in $(seq 50); do
     END { for (replica in of) if (of[replica] < at) exit 1 }' && break
   sleep 0.1
 done
-begun=
-for _ in $(seq 75); do
+# Whether a Sentinel elects by itself: a primary whose writes pause seems down after a while.
+elects() {
+  for peer in $REDIS_PEERS; do
+    ask -h "$peer" -p 26379 sentinel master flowfleet | grep -q failover_in_progress && return
+  done
+  return 1
+}
+begun='' end=$(($(date +%s) + 25))
+while [ "$(date +%s)" -lt "$end" ]; do
+  ask client pause 30000 write # no election begins after the pause: a round takes that long at most
   found=$(primary)
   host=${found% *}
   if [ -n "$host" ] && [ "$host" != "$REDIS_SELF" ]; then
@@ -20,13 +28,13 @@ for _ in $(seq 75); do
     exit 0
   fi
   # Asked again until one begins: a Sentinel learns within ten seconds only that a replica may be elected.
-  for peer in $REDIS_PEERS; do
-    if [ -z "$begun" ] && [ "$peer" != "$REDIS_SELF" ]; then
-      if [ "$(ask -h "$peer" -p 26379 sentinel failover flowfleet)" = OK ]; then begun=1; fi
-    fi
-  done
+  if [ -z "$begun" ] && ! elects; then
+    for peer in $REDIS_PEERS; do
+      if [ "$peer" = "$REDIS_SELF" ]; then continue; fi
+      if [ "$(ask -h "$peer" -p 26379 sentinel failover flowfleet)" = OK ]; then begun=1 && break; fi
+    done
+  fi
   sleep 0.2
 done
-ask client unpause
-echo "$REDIS_SELF leaves as the primary: no other one was elected" >&2
+ask eval_ro 'redis.log(redis.LOG_WARNING, ARGV[1])' 0 "Leaves as the primary: no other one was elected"
 exit 1
