@@ -9,7 +9,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Files of tests at a time, in their order, which has long ones early; the tests of one file share what they start.
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
 # What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
 LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \
@@ -39,7 +39,7 @@ vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA
 # Three files on two cores: a third of the time of these tests is waiting.
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	@tests/browser
-	$(PYTEST) 3 -m "not long and not cluster" $(PYTEST_FLAGS)
+	$(PYTEST) --numprocesses 3 -m "not long and not cluster" $(PYTEST_FLAGS)
 
 # The same target in an environment of its own, where pip takes what requirements/lowest.txt pins.
 test-lowest:  ## run some of the tests with the oldest versions that pyproject.toml accepts
@@ -52,7 +52,7 @@ test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes clust
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	@tests/packages
 	@tests/browser
-	@start=$$(date +%s); $(PYTEST) 2 -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
+	@start=$$(date +%s); $(PYTEST) --numprocesses 2 -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; the aim is 40 min on two cores"; exit $$status
 
 lint: $(VENV)/.dev  ## check style, words, types and who imports whom
