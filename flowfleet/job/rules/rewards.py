@@ -104,21 +104,24 @@ def best(job: JobSpec) -> Iterator[str]:
     yield from _compared(job, "schedule.keep_best")
 
 
-def disagreement(job: JobSpec) -> Iterator[str]:
-    """Checks `schedule.max_disagreement`."""
-    if job.schedule.max_disagreement is None:
-        return
-    if not job.data.is_validated or job.is_evaluation:
-        yield (
-            "schedule.max_disagreement compares validations while a job trains: give data.validation and a "
-            "schedule.steps above 0, or leave it out"
-        )
-    elif all(part.has_influence for part in job.rewards.values()):
-        yield (
-            "schedule.max_disagreement has nothing to compare the job's reward with: give it a reward to watch, with "
-            "weight = 0, or leave it out"
-        )
-    yield from _compared(job, "schedule.max_disagreement")
+def validation_limits(job: JobSpec) -> Iterator[str]:
+    """Checks `schedule.max_disagreement` and `schedule.max_reward_drop`."""
+    for name in ("max_disagreement", "max_reward_drop"):
+        if getattr(job.schedule, name) is None:
+            continue
+        if not job.data.is_validated or job.is_evaluation:
+            yield (
+                f"schedule.{name} compares validations while a job trains: give data.validation and a schedule.steps "
+                "above 0, or leave it out"
+            )
+        elif name == "max_disagreement" and all(part.has_influence for part in job.rewards.values()):
+            yield (
+                "schedule.max_disagreement has nothing to compare the job's reward with: give it a reward to watch, "
+                "with weight = 0, or leave it out"
+            )
+        elif name == "max_reward_drop" and not any(part.has_influence for part in job.rewards.values()):
+            yield "schedule.max_reward_drop has no reward to compare: give one a weight above 0, or leave it out"
+        yield from _compared(job, f"schedule.{name}")
 
 
 def _compared(job: JobSpec, setting: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         trainer.average,
         trainer.optimizer,
         rewards.best,
-        rewards.disagreement,
+        rewards.validation_limits,
     ):
         yield from rule(job)
 

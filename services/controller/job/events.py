@@ -140,9 +140,13 @@ class Validated(_Event):
     reward: float | None
     """Mean over the held-out prompts; none where no prompt could be scored."""
     disagreement: float | None = None
-    """How far the job's reward and a watched one have parted (disagreement.py); none where it watches none."""
+    """How far the job's reward and a watched one have parted (validation_limits.py); none where it watches none."""
     parted: str = ""
     """The watched reward."""
+    reward_drop: float | None = None
+    """How far the reward has fallen since its best (validation_limits.py); none without a reward."""
+    best: int = 0
+    """The version of that best."""
 
 
 class Exported(_Event):

@@ -35,9 +35,9 @@ from typing import assert_never
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.rewards.changes import ShadowPart
-from services.controller.job import disagreement
 from services.controller.job import events as ev
 from services.controller.job import log_prob_gap as gap
+from services.controller.job import validation_limits
 from services.controller.job.batch import Batch, Phase, SampleState, with_dropped
 from services.controller.job.credit import left_out_reason
 from services.controller.job.state import TERMINAL, Revision, State, Status
@@ -258,8 +258,8 @@ class Machine:
                 self.state.weights.setdefault(event.version, set()).add(event.digest)
 
     def _on_validated(self, event: ev.Validated) -> None:
-        if self.parted(event):
-            self.state.status, self.state.reason = Status.PAUSED, disagreement.reason(self.spec, event)
+        if reason := self.pause_reason(event):
+            self.state.status, self.state.reason = Status.PAUSED, reason
         self.state.validated = max(self.state.validated, event.version)
         self.state.held_out_reward = event.reward
 
@@ -392,11 +392,11 @@ class Machine:
         is_new, is_last = event.step == self.state.version, event.step + 1 == self.steps
         return is_new and not is_last and gap.is_above(self.spec, event)
 
-    def parted(self, event: ev.Validated) -> bool:
-        """Whether the job pauses after this validation, for its reward and a watched one disagree. The last one pauses
-        no job, nor does one that is repeated."""
-        is_new = event.version > self.state.validated
-        return is_new and event.version < self.steps and disagreement.is_above(self.spec, event)
+    def pause_reason(self, event: ev.Validated) -> str:
+        """Why the job pauses after this validation, empty where it does not. The last one pauses no job, nor does one
+        that is repeated."""
+        pauses = self.state.validated < event.version < self.steps
+        return validation_limits.reason(self.spec, event) if pauses else ""
 
     def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
         """Rewards of a step, and of the validation of the version with the same number."""

@@ -249,7 +249,7 @@ class TrainingStep:
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
         validated = await self._validation.run(version)
-        hold = partial(self.job.store.hold, self.job.job_id) if self.job.machine.parted(validated) else None
+        hold = partial(self.job.store.hold, self.job.job_id) if self.job.machine.pause_reason(validated) else None
         await self.job.emit(validated, also=hold)
 
     async def export(self) -> None:

@@ -639,6 +639,30 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "schedule.max_disagreement compares validations",
         "give data.validation",
     ),
+    "a drop between validations that there are not": (
+        {"schedule": {"max_reward_drop": 0.5}},
+        "schedule.max_reward_drop compares validations",
+        "give data.validation",
+    ),
+    "a drop of a reward that counts for nothing": (
+        {
+            "algorithm": {"name": "dpo"},
+            "data": {"train": "pairs.jsonl", "validation": "held_out.txt"},
+            "rewards": {"ocr": {"weight": 0.0}},
+            "schedule": {"max_reward_drop": 0.5},
+        },
+        "schedule.max_reward_drop has no reward to compare",
+        "give one a weight",
+    ),
+    "a drop of totals that count otherwise": (
+        {
+            "data": {"train": "prompts.txt", "validation": "held_out.txt"},
+            "rewards": {"ocr": {"curve": [[0, 1.0], [20, 2.0]]}},
+            "schedule": {"max_reward_drop": 0.5},
+        },
+        "schedule.max_reward_drop compares the rewards of different steps",
+        "leave one of them out",
+    ),
     "a disagreement with nothing that is watched": (
         {
             "data": {"train": "prompts.txt", "validation": "held_out.txt"},

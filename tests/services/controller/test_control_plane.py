@@ -634,6 +634,35 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
 
 
 @pytest.mark.anyio
+async def test_a_job_pauses_when_its_held_out_reward_falls(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = job(
+        data={"validation": str(tmp_path / "prompts.txt")},
+        rewards={"ocr": {}},
+        schedule={"steps": 3, "save_every": 1, "validate_every": 1, "max_reward_drop": 0.5},
+    )
+    trained: list[trainer_pb2.TrainStepRequest] = []
+
+    def broken_once(sample: reward_pb2.RewardSample) -> float:
+        return (0.1 if len(trained) == 2 else 0.5) + 0.1 * (int(sample.sample_id.split("/")[2]) % 2)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        nonlocal trained
+        trained = fleet.trainer.steps
+        record = await fleet.submit(settings)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert "version 2: since version 0 the held-out reward has lost" in record.reason
+        await fleet.store.request(record.id, "resume")
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        found = [row.values["val/reward_drop"] for row in await fleet.store.validations(record.id)]
+        assert [value is not None and value > 5 for value in found] == [False, False, True, False]
+
+    await run(use, ocr=ScriptedReward(broken_once))
+
+
+@pytest.mark.anyio
 async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

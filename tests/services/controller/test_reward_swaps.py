@@ -104,6 +104,27 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
 
 
 @pytest.mark.anyio
+async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path: Path) -> None:
+    """A lower weight makes all later totals lower; they are compared with each other alone."""
+    ocr = HeldReward(lambda sample: by_index(sample) / 10 + int(sample.sample_id.split("/")[2]) % 2, 1)
+    data = {"validation": str(tmp_path / "prompts.txt")}
+    settings = job(rewards={"ocr": {}}, data=data, schedule={**SCHEDULE, "max_reward_drop": 0.5})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(settings)).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        await change(fleet, job_id, set={"ocr": {"weight": 0.01}})
+        ocr.gates["1"].set()
+        record = await fleet.reached(job_id, lambda record: record.status is not JobStatus.RUNNING)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        found = await fleet.store.validations(job_id)
+        assert [one.values["val/reward_drop"] for one in found] == [0.0] * 4
+        assert (found[0].reward, found[-1].reward) == (pytest.approx(1 / 3), pytest.approx(1 / 300))
+
+    await run(use, ocr=ocr)
+
+
+@pytest.mark.anyio
 async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run: Run, job: Any, tmp_path: Path) -> None:
     first, second = HeldReward(by_index, 1), ScriptedReward(by_index)
     judge = {"service": "judge", "weight": 0.0, "held_out_only": True}

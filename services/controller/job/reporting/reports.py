@@ -23,8 +23,8 @@ from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
-from services.controller.job import disagreement
 from services.controller.job import events as ev
+from services.controller.job import validation_limits
 from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.context import JobCore
 from services.controller.job.credit import credits_of, left_out_reason
@@ -135,6 +135,7 @@ class Reports:
         reward = _mean(scores) if scores else None
         row = {
             "val/reward": float("nan") if reward is None else reward,
+            **({validation_limits.REWARD_STD: statistics.pstdev(scores)} if scores else {}),
             "val/num_scored": float(len(scores)),
             "val/num_prompts": float(len({sample.id.group for part in parts for sample in part.samples})),
             **source_rows(
@@ -150,10 +151,13 @@ class Reports:
         }
         revision = job.machine.rewards_number_at(version)
         validation = Validation(version=version, reward=reward, revision=revision, values=_finite(row))
-        parted = await self._parted(validation)
-        if parted is not None:
-            row[disagreement.METRIC] = parted[1]
-            validation.values[disagreement.METRIC] = parted[1]
+        validations = await self._comparable(validation)
+        watched = validation_limits.watched(job.machine.rewards_at(version))
+        name, far = validation_limits.largest_disagreement(validations, watched) or ("", None)
+        best, fallen = validation_limits.reward_drop(validations) or (0, None)
+        for metric, value in ((validation_limits.DISAGREEMENT, far), (validation_limits.REWARD_DROP, fallen)):
+            if value is not None:
+                row[metric] = validation.values[metric] = value
         await job.store.append_event(
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
         )
@@ -162,17 +166,14 @@ class Reports:
         await job.store.metrics_put(job.job_id, version, row)
         await asyncio.to_thread(self._file.append, "version", version, row)
         self._metrics.observe(job.job_id, row)
-        name, far = parted or ("", None)
-        return ev.Validated(version=version, reward=reward, disagreement=far, parted=name)
+        return ev.Validated(
+            version=version, reward=reward, disagreement=far, parted=name, reward_drop=fallen, best=best
+        )
 
-    async def _parted(self, newest: Validation) -> tuple[str, float] | None:
-        """The watched reward that the newest validation is furthest from, among those by the same revision."""
-        names = disagreement.watched(self._job.machine.rewards_at(newest.version))
-        if not names:
-            return None
+    async def _comparable(self, newest: Validation) -> list[Validation]:
+        """The validations up to the newest by the same revision of the rewards, by version."""
         found = await self._job.store.validations(self._job.job_id)
-        before = [one for one in found if one.version < newest.version and one.revision == newest.revision]
-        return disagreement.largest([*before, newest], names)
+        return [*(one for one in found if one.version < newest.version and one.revision == newest.revision), newest]
 
     def _num_devices(self) -> int:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""

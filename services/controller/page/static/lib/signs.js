@@ -2,8 +2,8 @@
 //
 // A measure counts as fallen when its late values lie below its early ones by more than three times its noise and a
 // tenth of its size. The noise is the median jump from one value to the next. A sign is a question to the eye, not a
-// verdict: it leads to the samples. `val/disagreement` (disagreement.py) is the verdict: a number of each validation, of
-// rewards without weight alone, that a job may pause for.
+// verdict: it leads to the samples. The verdicts are `val/disagreement` and `val/reward_drop` (validation_limits.py):
+// numbers of each validation, of rewards without weight and of the total, that a job may pause for.
 
 const NOISE = 3;
 const SHARE = 0.1;

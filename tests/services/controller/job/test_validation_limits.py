@@ -1,4 +1,4 @@
-"""How far rewards have parted, by hand-worked numbers, and which validations pause a job."""
+"""How far rewards have parted or fallen, by hand-worked numbers, and which validations pause a job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 
 from flowfleet.job.spec import RewardPart
 from services.controller.job import events as ev
-from services.controller.job.disagreement import largest, watched
 from services.controller.job.state import Status
 from services.controller.job.state_machine import Machine
+from services.controller.job.validation_limits import REWARD_STD, largest_disagreement, reward_drop, watched
 from services.controller.store.records import Validation
 from tests.services.controller.job.test_state_machine import make_spec
 
@@ -35,21 +35,41 @@ def validation(version: int, total: float | None, mean: float | None, std: float
 def test_what_is_watched_falls_while_the_total_does_not(
     rows: list[tuple[float | None, float]], expected: float
 ) -> None:
-    found = largest([validation(version, *row) for version, row in enumerate(rows)], ["judge"])
+    found = largest_disagreement([validation(version, *row) for version, row in enumerate(rows)], ["judge"])
     assert found == ("judge", pytest.approx(expected))
 
 
 def test_a_mean_is_compared_with_the_widest_spread_that_was_seen() -> None:
     rows = [validation(0, 0.5, 0.6, std=0.2), validation(1, 0.6, 0.5, std=0.1)]
-    assert largest(rows, ["judge"]) == ("judge", pytest.approx(0.5))
+    assert largest_disagreement(rows, ["judge"]) == ("judge", pytest.approx(0.5))
     same = [validation(0, 0.5, 0.6, std=0.0), validation(1, 0.6, 0.5, std=0.0)]
-    assert largest(same, ["judge"]) == ("judge", 0.0)
+    assert largest_disagreement(same, ["judge"]) == ("judge", 0.0)
 
 
 def test_without_a_score_nothing_is_compared() -> None:
-    assert largest([validation(0, 0.5, 0.6)], []) is None
-    assert largest([validation(0, 0.5, 0.6), validation(1, 0.6, None)], ["judge"]) is None
-    assert largest([validation(0, 0.5, 0.6), validation(1, None, 0.1)], ["judge"]) is None
+    assert largest_disagreement([validation(0, 0.5, 0.6)], []) is None
+    assert largest_disagreement([validation(0, 0.5, 0.6), validation(1, 0.6, None)], ["judge"]) is None
+    assert largest_disagreement([validation(0, 0.5, 0.6), validation(1, None, 0.1)], ["judge"]) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], None),
+        ([(0.7, 0.4)], (0, 0.0)),
+        ([(0.5, 0.4), (0.7, 0.4)], (1, 0.0)),
+        ([(0.5, 0.4), (0.7, 0.2), (0.4, 0.1)], (1, (0.7 - 0.4) / 0.4)),  # since the best, by the widest spread
+        ([(0.7, 0.4), (None, None), (0.5, 0.4)], (0, (0.7 - 0.5) / 0.4)),  # one that no reward scored
+        ([(0.7, 0.4), (None, None)], None),
+        ([(0.7, 0.0), (0.5, 0.0)], (0, 0.0)),
+        ([(0.7, None), (0.5, 0.4)], (0, (0.7 - 0.5) / 0.4)),  # a validation older than its standard deviation
+    ],
+)
+def test_the_reward_falls_from_its_best(rows: list[tuple[float | None, float | None]], expected: float | None) -> None:
+    validations = [
+        Validation(version=at, reward=reward, values={REWARD_STD: std}) for at, (reward, std) in enumerate(rows)
+    ]
+    assert reward_drop(validations) == (None if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize(("num_prompts", "least", "most"), [(100, 0.0, 0.02), (32, 0.2, 0.35)])
@@ -62,8 +82,14 @@ def test_noise_alone_is_above_one_half_as_rarely_as_the_setting_says(
     alarms = 0
     for means, stds in zip(scores.mean(2), scores.std(2), strict=True):
         rows = [validation(version, version, *row) for version, row in enumerate(zip(means, stds, strict=True))]
-        far = [largest(rows[:count], ["judge"]) for count in range(1, len(rows) + 1)]
+        far = [largest_disagreement(rows[:count], ["judge"]) for count in range(1, len(rows) + 1)]
         alarms += any(found is not None and found[1] > 0.5 for found in far)
+        alone = [
+            Validation(version=one.version, reward=mean, values={REWARD_STD: std})
+            for one, mean, std in zip(rows, means, stds, strict=True)
+        ]
+        falls = [reward_drop(alone[:count]) for count in range(1, len(rows) + 1)]
+        assert [one[1] for one in falls if one] == pytest.approx([found[1] for found in far if found is not None])
     assert least <= alarms / len(scores) <= most
 
 
@@ -78,31 +104,40 @@ def test_what_counts_at_some_step_is_not_watched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "disagreement", "pauses"), [(0.5, 0.6, True), (0.5, 0.5, False), (0.5, None, False), (None, 9.0, False)]
+    ("limit", "found", "pauses"), [(0.5, 0.6, True), (0.5, 0.5, False), (0.5, None, False), (None, 9.0, False)]
 )
-def test_a_job_pauses_above_its_limit(limit: float | None, disagreement: float | None, pauses: bool) -> None:
-    machine = ready(limit)
-    event = ev.Validated(version=1, reward=0.9, disagreement=disagreement, parted="judge")
+@pytest.mark.parametrize(
+    ("setting", "measure", "said"),
+    [
+        ("max_disagreement", "disagreement", "since its best validation rewards.judge has lost 0.60"),
+        ("max_reward_drop", "reward_drop", "since version 0 the held-out reward has lost 0.60"),
+    ],
+)
+def test_a_job_pauses_above_its_limit(
+    setting: str, measure: str, said: str, limit: float | None, found: float | None, pauses: bool
+) -> None:
+    machine = ready(setting, limit)
+    event = ev.Validated.model_validate({"version": 1, "reward": 0.9, "parted": "judge", measure: found})
     machine.apply(event)
     assert (machine.state.status is Status.PAUSED) is pauses
     assert machine.state.validated == 1
     if not pauses:
         return
-    assert "version 1: since its best validation rewards.judge has lost 0.60" in machine.state.reason
-    assert "schedule.max_disagreement = 0.5" in machine.state.reason
+    assert f"version 1: {said}" in machine.state.reason
+    assert f"schedule.{setting} = 0.5" in machine.state.reason
     machine.apply(ev.ResumeRequested())
     machine.apply(event)  # again, after a crash
     assert machine.state.status is Status.RUNNING
 
 
 def test_the_last_validation_pauses_no_job() -> None:
-    machine = ready(0.5)
+    machine = ready("max_disagreement", 0.5)
     last = ev.Validated(version=machine.steps, reward=0.9, disagreement=9.0, parted="judge")
-    assert not machine.parted(last)
+    assert not machine.pause_reason(last)
 
 
-def ready(limit: float | None) -> Machine:
-    schedule = {"steps": 3, "validate_every": 1, "max_disagreement": limit}
+def ready(setting: str, limit: float | None) -> Machine:
+    schedule = {"steps": 3, "validate_every": 1, setting: limit}
     rewards = {"ocr": {}, "judge": {"weight": 0.0}}
     machine = Machine(make_spec(schedule=schedule, rewards=rewards))
     machine.apply(ev.TrainerReady(applied=0))
