@@ -54,6 +54,13 @@ def data_of(fleet: Fleet) -> Path:
     return StateDir(Path(fleet.stack.state_dir)).redis
 
 
+def position_of(fleet: Fleet) -> Position:
+    """The end of what Redis has written to a file that it keeps until it starts again."""
+    with Redis.from_url(fleet.stack.redis_url) as redis:  # at 64 MB it would begin a new file
+        redis.config_set("auto-aof-rewrite-percentage", 0)
+    return position(data_of(fleet))
+
+
 def power_cut(fleet: Fleet, earlier: Position) -> int:
     """Redis dies and comes back as it was earlier; the bytes that are lost."""
     pid = fleet.pid("redis")
@@ -74,9 +81,7 @@ def run_and_cut(
         return now.step > step or (now.step == step and now.phase == phase)
 
     wait_until(lambda: reached(*at), poll_s=0.002)
-    with Redis.from_url(fleet.stack.redis_url) as redis:  # at 64 MB it would begin a new file
-        redis.config_set("auto-aof-rewrite-percentage", 0)
-    earlier = position(data_of(fleet))
+    earlier = position_of(fleet)
     wait_until(lambda: reached(*until), poll_s=0.002)
     for kill in also:
         kill(fleet, job)
@@ -142,7 +147,7 @@ def test_without_a_checkpoint_that_goes_with_the_ledger_the_job_says_so(redis_7:
         return sorted(path.name for path in checkpoints.glob("step-*"))
 
     wait_until(lambda: kept() == ["step-00000002"])
-    earlier = position(data_of(fleet))
+    earlier = position_of(fleet)
     wait_until(lambda: kept() == ["step-00000003"])
     power_cut(fleet, earlier)
     wait_until(lambda: client.job(job.id).status == "paused")
