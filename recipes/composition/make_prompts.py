@@ -1,9 +1,9 @@
 """Write the prompts of all worlds: `python -m recipes.composition.make_prompts`. A rerun gives the same bytes.
 
 Each line has a prompt, and metadata with what GenEval's rules and the judges ask of a picture. No prompt is in two
-files of a world; `train` and `validation` differ from `seen` and `unseen` as `world` says: the prompts of validation
-and seen are kept from training, those of unseen have a combination that is. Categories take turns, and one without as
-many prompts has fewer.
+files of a world, but for those of `weighted`, which are of `train`; `train` and `validation` differ from `seen` and
+`unseen` as `world` says: the prompts of validation and seen are kept from training, those of unseen have a combination
+that is. Categories take turns, and one without as many prompts has fewer.
 """
 
 from __future__ import annotations
@@ -35,6 +35,20 @@ ASKED: Final[Mapping[str, Sequence[str]]] = {
     "full": CATEGORIES,
 }
 """Categories that each world's prompts ask for. The bases of the smaller ones do not learn to write."""
+WEIGHTS: Final[Mapping[str, Mapping[str, int]]] = {
+    "medium": {
+        "counting": 5,
+        "color_attr": 4,
+        "two_object": 3,
+        "single_object": 3,
+        "colors": 2,
+        "position": 1,
+        "style": 1,
+    }
+}
+"""How many prompts `weighted` has of each category, relative to the others: more where the world's base paints fewer
+right, as Flow-GRPO does for GenEval (arXiv 2505.05470: 7 of position, 5 of counting, 3 of two colors, 1 of colors and
+of two things). `style` is none of GenEval's."""
 DRAWS = 40
 """Scenes drawn for each prompt wanted, before a category counts as exhausted."""
 
@@ -55,6 +69,14 @@ def splits(world: World, asked: Sequence[str]) -> dict[str, list[Line]]:
         parts["unseen"].append(_distinct(world, category, "unseen", NUM_UNSEEN, generator))
     kept = [place for place, category in enumerate(CATEGORIES) if category in asked]
     return {name: _in_turns(lines[place] for place in kept) for name, lines in parts.items()}
+
+
+def weighted(lines: Sequence[Line], weights: Mapping[str, int]) -> list[Line]:
+    """The first lines of each category, in the shares of `weights`; all of the heaviest one."""
+    by_category = {category: [line for line in lines if line["metadata"]["tag"] == category] for category in weights}
+    most = max(weights, key=lambda category: weights[category])
+    a_weight = len(by_category[most]) / weights[most]
+    return _in_turns(ones[: round(a_weight * weights[category])] for category, ones in by_category.items())
 
 
 def read_prompts(world: str, split: str) -> list[Line]:
@@ -84,7 +106,10 @@ def main() -> None:
     folder = parser.parse_args().output
     folder.mkdir(parents=True, exist_ok=True)
     for name, asked in ASKED.items():
-        for split, lines in splits(World.named(name, blank()), asked).items():
+        files = splits(World.named(name, blank()), asked)
+        if name in WEIGHTS:
+            files["weighted"] = weighted(files["train"], WEIGHTS[name])
+        for split, lines in files.items():
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (folder / f"{name}_{split}.jsonl").write_text(text)
 

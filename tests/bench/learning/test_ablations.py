@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from bench.learning.ablations import STUDIES, plan, study_table
+from bench.learning.ablations import STUDIES, draw, plan, study_table
 from bench.learning.composition import JUDGE, REWARDS
 from bench.learning.jobs import SMOOTH
 from bench.learning.results import Result
@@ -53,7 +54,7 @@ def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: P
     others = {
         "guidance": {("awm", 6e-4)},
         "gradient": {("refl", 2.4e-3)},
-        "medium": {("flow_grpo", 1e-4), ("diffusion_nft", 1e-4), ("awm", 6e-4), ("crd", 6e-4)},
+        "medium": {("flow_grpo", 5e-5), ("diffusion_nft", 1e-4), ("awm", 6e-4), ("crd", 6e-4)},
         "full": {("awm", 6e-4), ("crd", 6e-4), ("diffusion_nft", 1e-4)} | ways,
         "full_settings": {("flow_grpo", 2e-4)} | ways,
     }
@@ -149,3 +150,9 @@ def test_the_table_pairs_before_and_after() -> None:
         "| 12 × 12 | 2 | 0.300 (0.200 … 0.400) | 0.550 (0.500 … 0.600) | +0.250 (+0.100 … +0.400) | ≥ +0.020 "
         "| 0.700 (0.700 … 0.700) | 1.25 | 120 | +0.0 % | +0.0 % |"
     )
+
+
+def test_the_curves_are_a_picture(tmp_path: Path) -> None:
+    draw({STUDIES["group"][2]: [result(0.4, 0.5, 0.02, 100.0, 1.0)]}, tmp_path / "curves.png", "group")
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.width > picture.height > 0

@@ -10,7 +10,7 @@ import torch
 from recipes.composition import make_prompts
 from recipes.composition.atlas import blank
 from recipes.composition.captions import caption
-from recipes.composition.make_prompts import ASKED, read_prompts, splits
+from recipes.composition.make_prompts import ASKED, WEIGHTS, read_prompts, splits, weighted
 from recipes.composition.pretrain import PLANS
 from recipes.composition.scenes import World, choose
 from recipes.composition.world import WORLDS
@@ -33,6 +33,17 @@ def test_the_script_gives_the_same_lines(world: str) -> None:
 def test_every_world_has_prompts_and_a_plan() -> None:
     assert set(WORLDS) == set(ASKED) == set(PLANS)
     assert set(World.small(blank()).nouns) < set(World.medium(blank()).nouns) < set(World.full(blank()).nouns)
+
+
+@pytest.mark.parametrize("world", WEIGHTS)
+def test_weighted_prompts_are_of_training_in_the_shares_of_their_weights(world: str) -> None:
+    lines, trained, weights = read_prompts(world, "weighted"), read_prompts(world, "train"), WEIGHTS[world]
+    assert lines == weighted(trained, weights)
+    assert set(weights) == set(ASKED[world])
+    prompts = [line["prompt"] for line in lines]
+    assert len(prompts) == len(set(prompts) & {line["prompt"] for line in trained})
+    counts = Counter(line["metadata"]["tag"] for line in lines)
+    assert counts == {category: round(counts["counting"] * weight / 5) for category, weight in weights.items()}
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -91,4 +102,5 @@ def test_combinations_of_the_seen_prompts_are_trained_and_those_of_unseen_are_no
 
 def test_the_folder_holds_the_files_of_the_script_alone() -> None:
     wanted = {f"{world}_{split}.jsonl" for world in WORLDS for split in SPLITS}
+    wanted |= {f"{world}_weighted.jsonl" for world in WEIGHTS}
     assert {path.name for path in make_prompts.PROMPTS.iterdir()} == wanted
