@@ -11,7 +11,10 @@ is a limit, and how old they were is a column: small micro-batches slow the trai
 (`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `medium` and `full` have lines in those worlds,
 `full_settings` compares ways to train by Flow-GRPO in the full one. Without --model, which wants the judges in
 $FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in DIRECTORY/worlds. Runs go into
-DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
+DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. --page rewrites each study's part of a page, and --curves
+draws its curves; with --table-only nothing is trained:
+
+    python -m bench.learning.ablations medium --table-only --page docs/results.md --curves docs/images
 """
 
 from __future__ import annotations
@@ -72,10 +75,11 @@ DOUBTED: Final = (
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 
 
-def _large(world: str) -> tuple[str, ...]:
-    """Settings of a world of 128×128 pixels. Without guidance the full one's base shows one prompt in ten."""
+def _large(world: str, split: str = "train") -> tuple[str, ...]:
+    """Settings of a world of 128×128 pixels, which trains on the prompts of `split`. Without guidance the full one's
+    base shows one prompt in ten."""
     return (
-        f'data.train="{PROMPTS}/{world}_train.jsonl"',
+        f'data.train="{PROMPTS}/{world}_{split}.jsonl"',
         f'data.validation="{PROMPTS}/{world}_seen.jsonl"',
         *("rollout.height=128", "rollout.width=128", "rollout.num_inference_steps=10", "rollout.guidance_scale=3"),
         "schedule.save_every=50",
@@ -84,8 +88,7 @@ def _large(world: str) -> tuple[str, ...]:
 
 FULL_WORLD: Final = _large("full")
 MEDIUM_WORLD: Final = (
-    *_large("medium"),
-    f'data.train="{PROMPTS}/medium_weighted.jsonl"',
+    *_large("medium", "weighted"),
     'model.dtype="bfloat16"',
     *("rollout.prompts_per_step=24", f"rollout.batch_size={SAMPLES}", f"trainer.micro_batch_size={SAMPLES}"),
     *(f"rewards.{REWARD}.weight=0.0", f"rewards.{SMOOTH}.weight=1.0"),

@@ -88,6 +88,7 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert medium.trainer.optimizer.lr_schedule == "cosine"
     assert (medium.trainer.compile, medium.rollout.compile, medium.trainer.deterministic) == (True, True, False)
     assert medium.schedule.max_staleness == 1
+    assert Path(str(medium.data.train)).name == "medium_weighted.jsonl"
 
     full = jobs("full", tmp_path)["DiffusionNFT-full-1"]
     assert (full.rollout.height, full.trainer.mode) == (128, "full")

@@ -65,7 +65,9 @@ def test_without_a_score_nothing_is_compared() -> None:
         ([(0.7, None), (0.5, 0.4)], (0, (0.7 - 0.5) / 0.4)),  # a validation older than its standard deviation
     ],
 )
-def test_the_reward_falls_from_its_best(rows: list[tuple[float | None, float | None]], expected: float | None) -> None:
+def test_the_reward_falls_from_its_best(
+    rows: list[tuple[float | None, float | None]], expected: tuple[int, float] | None
+) -> None:
     validations = [
         Validation(version=at, reward=reward, values={REWARD_STD: std}) for at, (reward, std) in enumerate(rows)
     ]
