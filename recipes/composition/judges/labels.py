@@ -9,12 +9,14 @@ each picture with its number and prompt. labels.csv has a line `number,category,
 `shown`: does the picture show all that the prompt says?
 
 `labeled` holds a developer's labels of 81 pictures of each of three models; in the medium world of 98 of its first
-base, of 106 of its second one and of a trained model, mixed, and of 216 of the first and of two trained ones, mixed
+base, of 106 of its second one and of a trained model, mixed, of 216 of the first and of two trained ones, mixed
 (`painted_by` says which of the two; `base.csv` names the base's by their place in other folders, and patterns behind
-things show them); in the full world of 98 of its base and of 98 of two trained models, mixed. He did not know which of
-several models had painted a picture, nor what a judge said of it, but of the medium world's first 204 and the last 98
-had seen what one said of some others. Labels of styles are left out, for he could not tell them. `second_look.csv` has
-his labels of the same 106 pictures from another day.
+things show them), and of the same 72 prompts' by four more, mixed but for seed 1, which came later, mixed with 40 of
+the others', and of 150 other prompts' by one of the four each; in the full world of 98 of its base and of 98 of two
+trained models, mixed. He did not know which of several models had painted a picture, nor what a judge said of it, but
+of the medium world's first 204, of that seed's, of the last 150 and of the full world's last 98 had seen what one
+said of some others. Labels of styles are left out, for he could not tell them. `second_look.csv` has his labels of
+the same 106 pictures from another day.
 """
 
 from __future__ import annotations

@@ -456,27 +456,36 @@ def test_a_second_look_is_at_the_same_pictures() -> None:
     assert sum(first[number] != second[number] for number in first) == 8
 
 
-def test_labels_of_flow_grpo_pair_its_pictures_with_the_bases() -> None:
+@pytest.mark.parametrize(
+    ("kept", "right", "gained", "lost"),
+    [
+        ("medium_flow_grpo", {"Flow-GRPO, seed 1": 60, "Flow-GRPO, seed 3": 60}, [18, 17], [2, 1]),
+        (
+            "medium_weighted",
+            {"Flow-GRPO, seed 1": 61, "Flow-GRPO, seed 2": 61, "Flow-GRPO, seed 3": 63, "CRD, seed 1": 60},
+            [20, 19, 22, 20],
+            [3, 2, 3, 4],
+        ),
+    ],
+)
+def test_labels_of_trained_models_pair_their_pictures_with_the_bases(
+    kept: str, right: dict[str, int], gained: list[int], lost: list[int]
+) -> None:
     labeled = Path(labels.__file__).parent / "labeled"
-    folder = labeled / "medium_flow_grpo"
+    folder = labeled / kept
     lines = read_lines(folder / labels.PROMPTS)
-    right: dict[str, dict[str, bool]] = {"base": {}, "Flow-GRPO, seed 1": {}, "Flow-GRPO, seed 3": {}}
-    counts = set()
-    for row in csv.DictReader((folder / "labels.csv").open(newline="")):
-        line = lines[int(row["number"])]
-        right[row["painted_by"]][line["prompt"]] = row["shown"] == "yes"
-        counts |= {line["prompt"]} if line["metadata"]["tag"] == "counting" else set()
-    again = 0
-    for row in csv.DictReader((folder / "base.csv").open(newline="")):
+    base, again = {}, 0
+    for row in csv.DictReader((labeled / "medium_flow_grpo" / "base.csv").open(newline="")):
         number, place = int(row["number"]), labeled / row["folder"]
         assert read_lines(place / labels.PROMPTS)[number]["prompt"] == row["prompt"]
-        right["base"][row["prompt"]] = row["shown"] == "yes"
+        base[row["prompt"]] = row["shown"] == "yes"
         if row["folder"] == "medium":
             again += labels.read_labels(place / "labels.csv")[number] == labels.CALLED[row["shown"]]
-    assert again == 33
-    base, *seeds = right.values()
-    assert all(one.keys() == base.keys() for one in seeds)
-    assert [sum(one.values()) for one in right.values()] == [44, 60, 60]
-    assert [sum(one[prompt] for prompt in counts) for one in right.values()] == [2, 8, 7]
-    assert [sum(one[prompt] > base[prompt] for prompt in base) for one in seeds] == [18, 17]
-    assert [sum(one[prompt] < base[prompt] for prompt in base) for one in seeds] == [2, 1]
+    shown: dict[str, dict[str, bool]] = {painter: {} for painter in right}
+    for row in csv.DictReader((folder / "labels.csv").open(newline="")):
+        shown[row["painted_by"]][lines[int(row["number"])]["prompt"]] = row["shown"] == "yes"
+    assert (again, sum(base.values())) == (33, 44)
+    assert {painter: sum(one.values()) for painter, one in shown.items()} == right
+    assert all(one.keys() == base.keys() for one in shown.values())
+    assert [sum(one[prompt] > base[prompt] for prompt in base) for one in shown.values()] == gained
+    assert [sum(one[prompt] < base[prompt] for prompt in base) for one in shown.values()] == lost
