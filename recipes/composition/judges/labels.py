@@ -8,15 +8,20 @@ PICTURES is a folder of pictures.png, tiles in rows, and prompts.jsonl, a line o
 each picture with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no under
 `shown`: does the picture show all that the prompt says?
 
-`labeled` holds a developer's labels of 81 pictures of each of three models; in the medium world of 98 of its first
-base, of 106 of its second one and of a trained model, mixed, of 216 of the first and of two trained ones, mixed
-(`painted_by` says which of the two; `base.csv` names the base's by their place in other folders, and patterns behind
-things show them), and of the same 72 prompts' by four more, mixed but for seed 1, which came later, mixed with 40 of
-the others', and of 150 other prompts' by one of the four each; in the full world of 98 of its base and of 98 of two
-trained models, mixed. He did not know which of several models had painted a picture, nor what a judge said of it, but
-of the medium world's first 204, of that seed's, of the last 150 and of the full world's last 98 had seen what one
-said of some others. Labels of styles are left out, for he could not tell them. `second_look.csv` has his labels of
-the same 106 pictures from another day.
+`labeled` holds a developer's labels, of pictures whose painter he did not know where several are mixed. Labels of
+styles are left out, for he could not tell them:
+
+- `base`, `awm`, `flow_grpo`: 81 pictures each, of the small world.
+- `medium`, `medium_trained`: 98 of the medium world's first base; 106 of its second one and of a trained model, mixed.
+  `second_look.csv` has his labels of the same 106 from another day.
+- `medium_flow_grpo`: 216 of 72 prompts, of the first base and of two models, mixed; patterns behind things show the
+  base's, which `base.csv` names by their place in other folders.
+- `medium_weighted`: the same prompts by four more, mixed but for Flow-GRPO's seed 1, which came later;
+  `medium_weighted_others`: 150 other prompts, each by one of these four.
+- `full`, `full_trained`: 98 of the full world's base, and 98 of two trained models, mixed.
+
+What a judge said of a picture he never knew. But he had seen what one said of others of the kind before he labeled
+`medium`, `medium_trained`, that seed 1, `medium_weighted_others` and `full_trained`.
 """
 
 from __future__ import annotations
