@@ -603,7 +603,7 @@ class SchedulePart(Part):
     """Checkpoints kept."""
     keep_best: int = Field(default=0, ge=0, le=1000)
     """Checkpoints kept besides: those with the best held-out reward among the validations by the same revision of the
-    rewards."""
+    rewards. One with less than half as many scored samples as another is not compared, here and by the limits below."""
     save_full: bool = False
     """Export the whole pipeline with every checkpoint of a job of full weights. LoRA jobs always export their adapter
     with it."""

@@ -12,7 +12,8 @@ With t the version of the greatest total reward so far, and std that of totals,
 
     drop = (total at t - total at v) / std
 
-A policy that breaks, as at too high a learning rate, shows it so.
+A policy that breaks, as at too high a learning rate, shows it so. A validation with few scores, as while a reward
+failed, is in neither (`complete`).
 
 The page's mark (page/static/lib/signs.js) asks the eye instead: it compares late values with early ones once there are
 four, also of training samples, image statistics and the held-out reward itself, and stops nothing.
@@ -27,11 +28,19 @@ from services.controller.job.events import Validated
 from services.controller.store.records import Validation
 
 DISAGREEMENT, REWARD_DROP, REWARD_STD = "val/disagreement", "val/reward_drop", "val/reward_std"
+NUM_SCORED = "val/num_scored"
 
 
 def watched(rewards: Mapping[str, RewardPart]) -> list[str]:
     """Names of the rewards that count for nothing at any step."""
     return [name for name, part in rewards.items() if not part.has_influence]
+
+
+def complete(validations: Sequence[Validation]) -> list[Validation]:
+    """Leaves out those with less than half as many scored samples as the one that has most."""
+    numbers = [one.values.get(NUM_SCORED) for one in validations]
+    most = max((number for number in numbers if number is not None), default=0.0)
+    return [one for one, number in zip(validations, numbers, strict=True) if number is None or 2 * number >= most]
 
 
 def largest_disagreement(validations: Sequence[Validation], names: Sequence[str]) -> tuple[str, float] | None:

@@ -637,15 +637,20 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
 async def test_a_job_pauses_when_its_held_out_reward_falls(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
+    (tmp_path / "held_out.txt").write_text("held out 0\nheld out 1\nheld out 2\n")
     settings = job(
-        data={"validation": str(tmp_path / "prompts.txt")},
+        data={"validation": str(tmp_path / "held_out.txt")},
         rewards={"ocr": {}},
-        schedule={"steps": 3, "save_every": 1, "validate_every": 1, "max_reward_drop": 0.5},
+        schedule={"steps": 4, "save_every": 1, "validate_every": 1, "max_reward_drop": 0.5},
     )
     trained: list[trainer_pb2.TrainStepRequest] = []
 
     def broken_once(sample: reward_pb2.RewardSample) -> float:
-        return (0.1 if len(trained) == 2 else 0.5) + 0.1 * (int(sample.sample_id.split("/")[2]) % 2)
+        """At version 2 all have low scores; at version 1 one held-out sample has, and the others have none."""
+        score = (0.1 if len(trained) == 2 else 0.5) + 0.1 * (int(sample.sample_id.split("/")[2]) % 2)
+        if len(trained) == 1 and sample.prompt.startswith("held out"):
+            return 0.1 if sample.prompt == "held out 0" else float("nan")
+        return score
 
     async def use(fleet: ScriptedFleet) -> None:
         nonlocal trained
@@ -656,8 +661,9 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(
         await fleet.store.request(record.id, "resume")
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
-        found = [row.values["val/reward_drop"] for row in await fleet.store.validations(record.id)]
-        assert [value is not None and value > 5 for value in found] == [False, False, True, False]
+        found = [row.values.get("val/reward_drop") for row in await fleet.store.validations(record.id)]
+        assert [value is not None and value > 5 for value in found] == [False, False, True, False, False]
+        assert found[1] is None, "one of three samples says nothing"
 
     await run(use, ocr=ScriptedReward(broken_once))
 

@@ -72,6 +72,10 @@ def test_the_best_are_compared_within_one_revision_of_the_rewards() -> None:
     changed = [*known, validation(6, 0.1, 1), validation(7, 0.2, 1)]
     assert best_steps({1, 2, 3, 4, 6, 7}, changed, 5) == [7, 6]
     assert best_steps({1, 2, 4}, changed, 1) == [1]
+    few = [*known, Validation(version=5, reward=9.0, values={"val/num_scored": 1.0})]
+    many = [one.model_copy(update={"values": {"val/num_scored": 8.0}}) for one in known]
+    assert best_steps({1, 5}, few, 1) == [5]
+    assert best_steps({1, 5}, [*many, few[-1]], 1) == [1], "one sample of eight says little"
 
 
 @pytest.mark.parametrize(

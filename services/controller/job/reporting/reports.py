@@ -136,7 +136,7 @@ class Reports:
         row = {
             "val/reward": float("nan") if reward is None else reward,
             **({validation_limits.REWARD_STD: statistics.pstdev(scores)} if scores else {}),
-            "val/num_scored": float(len(scores)),
+            validation_limits.NUM_SCORED: float(len(scores)),
             "val/num_prompts": float(len({sample.id.group for part in parts for sample in part.samples})),
             **source_rows(
                 "val-core",
@@ -171,9 +171,12 @@ class Reports:
         )
 
     async def _comparable(self, newest: Validation) -> list[Validation]:
-        """The validations up to the newest by the same revision of the rewards, by version."""
+        """The complete validations up to the newest by the same revision of the rewards, by version; none where the
+        newest is not."""
         found = await self._job.store.validations(self._job.job_id)
-        return [*(one for one in found if one.version < newest.version and one.revision == newest.revision), newest]
+        before = [one for one in found if one.version < newest.version and one.revision == newest.revision]
+        compared = validation_limits.complete([*before, newest])
+        return compared if compared[-1] is newest else []
 
     def _num_devices(self) -> int:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""
@@ -202,9 +205,10 @@ def _trained(request: trainer_pb2.TrainStepRequest, result: trainer_pb2.TrainSte
 
 
 def best_steps(saved: Collection[int], validations: Sequence[Validation], number: int) -> list[int]:
-    """Steps of the `number` best validations that have a checkpoint, the best first; of equals the newer. Compares
-    those by the newest revision of the rewards alone."""
-    known = [(one.revision, one.reward, one.version) for one in validations if one.reward is not None]
+    """Steps of the `number` best complete validations that have a checkpoint, the best first; of equals the newer.
+    Compares those by the newest revision of the rewards alone."""
+    whole = validation_limits.complete(validations)
+    known = [(one.revision, one.reward, one.version) for one in whole if one.reward is not None]
     known = [one for one in known if one[2] in saved]
     newest = max((revision for revision, _, _ in known), default=0)
     ranked = sorted(((reward, step) for revision, reward, step in known if revision == newest), reverse=True)

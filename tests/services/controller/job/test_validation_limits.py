@@ -9,7 +9,14 @@ from flowfleet.job.spec import RewardPart
 from services.controller.job import events as ev
 from services.controller.job.state import Status
 from services.controller.job.state_machine import Machine
-from services.controller.job.validation_limits import REWARD_STD, largest_disagreement, reward_drop, watched
+from services.controller.job.validation_limits import (
+    NUM_SCORED,
+    REWARD_STD,
+    complete,
+    largest_disagreement,
+    reward_drop,
+    watched,
+)
 from services.controller.store.records import Validation
 from tests.services.controller.job.test_state_machine import make_spec
 
@@ -93,6 +100,21 @@ def test_noise_alone_is_above_one_half_as_rarely_as_the_setting_says(
         falls = [reward_drop(alone[:count]) for count in range(1, len(rows) + 1)]
         assert [one[1] for one in falls if one] == pytest.approx([found[1] for found in far if found is not None])
     assert least <= alarms / len(scores) <= most
+
+
+@pytest.mark.parametrize(
+    ("numbers", "stay"),
+    [
+        ([], []),
+        ([0.0], [0]),
+        ([10.0, 5.0, 4.0], [0, 1]),  # half is enough
+        ([4.0, 10.0], [1]),  # an earlier one too
+        ([10.0, None, 0.0], [0, 1]),  # kept before validations said it
+    ],
+)
+def test_a_validation_with_few_scores_says_nothing(numbers: list[float | None], stay: list[int]) -> None:
+    validations = [Validation(version=at, reward=0.5, values={NUM_SCORED: number}) for at, number in enumerate(numbers)]
+    assert [one.version for one in complete(validations)] == stay
 
 
 def test_what_counts_at_some_step_is_not_watched() -> None:
