@@ -621,8 +621,7 @@ class SchedulePart(Part):
     """Samples of each held-out prompt. The first keeps its seed whatever the number."""
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy; above it a lower
-    learning rate may be needed (docs/results.md), and `max_reward_drop`, if set, pauses a job that
-    breaks."""
+    learning rate may be needed (docs/results.md). `max_reward_drop`, if set, pauses a job that breaks."""
     max_disagreement: float | None = Field(default=None, gt=0.0)
     """The job pauses when a reward of weight 0 has lost more than this since its best validation, in standard
     deviations, and the job's reward has not (docs/results.md); unset: never. By noise alone 10 validations exceed 0.5

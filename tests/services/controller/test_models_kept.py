@@ -76,6 +76,8 @@ def test_the_best_are_compared_within_one_revision_of_the_rewards() -> None:
     many = [one.model_copy(update={"values": {"val/num_scored": 8.0}}) for one in known]
     assert best_steps({1, 5}, few, 1) == [5]
     assert best_steps({1, 5}, [*many, few[-1]], 1) == [1], "one sample of eight says little"
+    swapped = few[-1].model_copy(update={"revision": 1})
+    assert best_steps({1, 5}, [*many, swapped], 1) == [5], "by other rewards, which score fewer"
 
 
 @pytest.mark.parametrize(

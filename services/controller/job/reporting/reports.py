@@ -207,12 +207,10 @@ def _trained(request: trainer_pb2.TrainStepRequest, result: trainer_pb2.TrainSte
 def best_steps(saved: Collection[int], validations: Sequence[Validation], number: int) -> list[int]:
     """Steps of the `number` best complete validations that have a checkpoint, the best first; of equals the newer.
     Compares those by the newest revision of the rewards alone."""
-    whole = validation_limits.complete(validations)
-    known = [(one.revision, one.reward, one.version) for one in whole if one.reward is not None]
-    known = [one for one in known if one[2] in saved]
-    newest = max((revision for revision, _, _ in known), default=0)
-    ranked = sorted(((reward, step) for revision, reward, step in known if revision == newest), reverse=True)
-    return [step for _, step in ranked[:number]]
+    newest = max((one.revision for one in validations if one.reward is not None and one.version in saved), default=0)
+    whole = validation_limits.complete([one for one in validations if one.revision == newest])
+    known = [(one.reward, one.version) for one in whole if one.reward is not None and one.version in saved]
+    return [step for _, step in sorted(known, reverse=True)[:number]]
 
 
 def _reward_metrics(
