@@ -70,8 +70,8 @@ PLANS = {
         Recipe(2000, rate=1.5e-3, cooldown=0.8),
         64,
         40_000,
-        FlowRecipe(32_000, rate=8e-4),
-        pictures=250_000,
+        FlowRecipe(52_000, rate=8e-4),
+        pictures=400_000,
         flawed_share=0.2,
     ),
     "full": Plan(

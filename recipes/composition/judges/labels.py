@@ -12,16 +12,18 @@ each picture with its number and prompt. labels.csv has a line `number,category,
 styles are left out, for he could not tell them:
 
 - `base`, `awm`, `flow_grpo`: 81 pictures each, of the small world.
-- `medium`, `medium_trained`: 98 of the medium world's first base; 106 of its second one and of a trained model, mixed.
+- `medium`, `medium_trained`: 98 of the medium world's first base, of 32,000 steps; 106 of its second one and of a
+  trained model, mixed.
   `second_look.csv` has his labels of the same 106 from another day.
 - `medium_flow_grpo`: 216 of 72 prompts, of the first base and of two models, mixed; patterns behind things show the
   base's, which `base.csv` names by their place in other folders.
 - `medium_weighted`: the same prompts by four more, mixed but for Flow-GRPO's seed 1, which came later;
   `medium_weighted_others`: 150 other prompts, each by one of these four.
+- `medium_longer`: the same prompts by a base of 52,000 steps and by Flow-GRPO's three seeds on it, mixed.
 - `full`, `full_trained`: 98 of the full world's base, and 98 of two trained models, mixed.
 
 What a judge said of a picture he never knew. But he had seen what one said of others of the kind before he labeled
-`medium`, `medium_trained`, that seed 1, `medium_weighted_others` and `full_trained`.
+`medium`, `medium_trained`, that seed 1, `medium_weighted_others`, `medium_longer` and `full_trained`.
 """
 
 from __future__ import annotations

@@ -81,13 +81,13 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     doubted = pushed["KL_1_where_doubted-1"].algorithm
     assert (doubted.kl_gate.rewards, doubted.kl_reference.every) == (("image_quality",), 3)
 
+    assert [one.schedule.max_staleness for one in jobs("medium", tmp_path).values()] == [1, 0, 1, 1]
     medium = jobs("medium", tmp_path)["AWM-1"]
     assert (medium.model.dtype, medium.rollout.guidance_scale) == ("bfloat16", 3.0)
     assert Path(str(medium.data.validation)).name == "medium_seen.jsonl"
     assert {name: part.weight for name, part in medium.rewards.items() if part.weight} == {SMOOTH: 1.0}
     assert medium.trainer.optimizer.lr_schedule == "cosine"
     assert (medium.trainer.compile, medium.rollout.compile, medium.trainer.deterministic) == (True, True, False)
-    assert medium.schedule.max_staleness == 1
     assert Path(str(medium.data.train)).name == "medium_weighted.jsonl"
 
     full = jobs("full", tmp_path)["DiffusionNFT-full-1"]

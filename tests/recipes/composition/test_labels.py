@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -89,4 +90,32 @@ def test_labels_of_other_prompts_are_of_all_the_others() -> None:
         "colors": (24, 28),
         "position": (25, 28),
         "color_attr": (19, 28),
+    }
+
+
+def test_labels_of_the_longer_trained_base_pair_it_with_what_was_made_of_it() -> None:
+    folder = LABELED / "medium_longer"
+    lines, shown = read_lines(folder / labels.PROMPTS), defaultdict[str, dict[str, bool]](dict)
+    rows = list(csv.DictReader((folder / "labels.csv").open(newline="")))
+    assert [int(row["number"]) for row in rows] == list(range(288))
+    for row in rows:
+        line = lines[int(row["number"])]
+        assert row["category"] == line["metadata"]["tag"]
+        shown[row["painted_by"]][line["prompt"]] = row["shown"] == "yes"
+    base = shown.pop("base")
+    assert base.keys() == {line["prompt"] for line in read_lines(LABELED / "medium_weighted" / labels.PROMPTS)}
+    assert sum(base.values()) == 54
+    assert all(one.keys() == base.keys() for one in shown.values())
+    changes = {
+        painter: (
+            sum(one.values()),
+            sum(one[prompt] > base[prompt] for prompt in base),
+            sum(one[prompt] < base[prompt] for prompt in base),
+        )
+        for painter, one in shown.items()
+    }
+    assert changes == {
+        "Flow-GRPO, seed 1": (60, 8, 2),
+        "Flow-GRPO, seed 2": (60, 9, 3),
+        "Flow-GRPO, seed 3": (62, 8, 0),
     }
