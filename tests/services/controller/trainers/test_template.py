@@ -125,8 +125,10 @@ def test_names_are_host_names_and_new_each_time(release: str) -> None:
     one, two = attempt_name(release, JOB_ID), attempt_name(release, JOB_ID)
     assert one != two
     assert len(f"{one}-9999") <= 63
-    assert "-trainer-0123456789ab-" in one
-    assert "--" not in one.replace(release, "")
+    beginning, infix, _ = one.rpartition("-trainer-0123456789ab-")
+    assert infix
+    assert release.startswith(beginning)
+    assert not beginning.endswith("-")
 
 
 def without(place: str, value: Any = None) -> dict[str, Any]:
