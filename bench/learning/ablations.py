@@ -8,11 +8,11 @@ Each line of a study is Flow-GRPO's job of `bench.learning.composition` (some ha
 rate that was best there, with changes of its own; every line of a study makes as many pictures. How old samples may be
 is a limit, and how old they were is a column: small micro-batches slow the trainer, so that samples grow old.
 `gradient` pushes ReFL at twice its best rate. `resolution` wants a base that draws both sizes
-(`recipes.composition.pretrain --larger 128`, by `--model FOLDER`). `medium` and `full` have lines in those worlds,
-`full_settings` compares ways to train by Flow-GRPO in the full one. Without --model, which wants the judges in
-$FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in DIRECTORY/worlds. Runs go into
-DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. --page rewrites each study's part of a page, and --curves
-draws its curves; with --table-only nothing is trained:
+(`recipes.composition.pretrain --larger 128`, by `--model FOLDER`), `resolution_256` one of `--size 128 --larger 256`.
+`medium` and `full` have lines in those worlds, `full_settings` compares ways to train by Flow-GRPO in the full one.
+Without --model, which wants the judges in $FLOWFLEET_COMPOSITION_JUDGES, a world's base and judges are made first, in
+DIRECTORY/worlds. Runs go into DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. --page rewrites each
+study's part of a page, and --curves draws its curves; with --table-only nothing is trained:
 
     python -m bench.learning.ablations medium --table-only --page docs/results.md --curves docs/images
 """
@@ -122,6 +122,17 @@ def _stale(versions: int) -> tuple[str, ...]:
     return (f"schedule.max_staleness={versions}", "trainer.deterministic=false", "trainer.micro_batch_size=36")
 
 
+def _sizes(small: int, large: int) -> list[Line]:
+    """Trained on small pictures, the same judged on large ones, and trained on large ones."""
+    at_small, at_large = ((f"rollout.height={edge}", f"rollout.width={edge}") for edge in (small, large))
+    judged_at_large = (f"schedule.validation_height={large}", f"schedule.validation_width={large}")
+    return [
+        Line(f"{small} pixels", at_small),
+        Line(f"{small}, judged at {large}", (*at_small, *judged_at_large)),
+        Line(f"{large} pixels", at_large),
+    ]
+
+
 STUDIES: Final[Mapping[str, Sequence[Line]]] = {
     "staleness": [
         *(Line(f"at most {versions}", _stale(versions)) for versions in (0, 1, 2, 4, 8)),
@@ -135,11 +146,8 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 6)),
         Line("moving 2", ('rollout.window.strategy="random"', "rollout.window.size=2")),
     ],
-    "resolution": [
-        Line("64 pixels"),
-        Line("64, judged at 128", ("schedule.validation_height=128", "schedule.validation_width=128")),
-        Line("128 pixels", ("rollout.height=128", "rollout.width=128")),
-    ],
+    "resolution": _sizes(64, 128),
+    "resolution_256": _sizes(128, 256),
     "guidance": [
         Line(f"{one.title}, guidance {scale}", (f"rollout.guidance_scale={scale}",), one)
         for one in (FLOW_GRPO, AWM)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ from recipes.tiny.painting import TOKEN_EDGE, contact_sheet, paint
 
 logger = logging.getLogger(__name__)
 
-RENDER_BATCH = 4096
+RENDER_BATCH, RENDER_EDGE = 4096, 128
+"""Scenes of a batch in pictures of at most so many pixels along an edge; of larger ones as many pixels."""
 WEIGHTS = ("text_encoder", "transformer", "vae")
 NUM_SHOWN, SHOWN_COLUMNS = 64, 8
 NUM_SAMPLING_STEPS = 10
@@ -142,8 +143,9 @@ def rendered(
 ) -> Iterator[tuple[Tensor, list[str]]]:
     """Batches of training scenes: pixels (B, 3, S, S) uint8 on `device` and captions, `flawed_share` of them flawed."""
     generator = torch.Generator().manual_seed(seed)
-    for start in range(0, num, RENDER_BATCH):
-        scenes = draw(world, min(RENDER_BATCH, num - start), generator)
+    batch = RENDER_BATCH * RENDER_EDGE**2 // max(world.size, RENDER_EDGE) ** 2
+    for start in range(0, num, batch):
+        scenes = draw(world, min(batch, num - start), generator)
         texts = captions.flawed(world, scenes, flawed_share, generator)
         yield (render(world, scenes, device) * 255).round().to(torch.uint8), texts
 
@@ -206,13 +208,14 @@ class _Clock:
         self._last = now
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--flawed-share", type=float, help="share of captions that are wrong or silent")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=int, help="edge of its pictures, in place of the world's")
     parser.add_argument("--larger", type=int, help="edge of larger pictures that it learns to draw too, such as 128")
     parser.add_argument("--pictures", type=int, help="scenes that the transformer learns from")
     parser.add_argument("--autoencoder-pictures", type=int, help="scenes that the autoencoder learns from")
@@ -226,7 +229,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="leave the transformer's blocks uncompiled")
     parser.add_argument("--sheet", type=Path, help="write pictures of the finished model to this PNG")
     parser.add_argument("--guidance", type=float, default=1.0, help="guidance scale of the sheet")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def worlds_of(options: argparse.Namespace) -> tuple[World, World | None]:
+    """The world, and the same in larger pictures or None."""
+    world = World.named(options.world)
+    if options.size:
+        world = World.of(options.size, world.nouns)
+    return world, World.of(options.larger, world.nouns) if options.larger else None
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -260,9 +271,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     options, started = parse_options(), time.perf_counter()
     device = torch.device(options.device)
-    world = World.named(options.world)
     compiled = device.type == "cuda" and not options.no_compile
-    larger = World.of(options.larger, world.nouns) if options.larger else None
+    world, larger = worlds_of(options)
     pipeline = make(world, plan_of(options), options.seed, device, compiled=compiled, larger=larger)
     result = {"output": str(options.output), "sha256": save(pipeline, options.output)}
     if options.sheet is not None:

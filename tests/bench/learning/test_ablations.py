@@ -94,6 +94,20 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert (full.rollout.height, full.trainer.mode) == (128, "full")
     assert Path(str(full.data.train)).name == "full_train.jsonl"
 
+    for study, small, large in (("resolution", 64, 128), ("resolution_256", 128, 256)):
+        sizes = {
+            name: (
+                (one.rollout.height, one.rollout.width),
+                (one.schedule.validation_height, one.schedule.validation_width),
+            )
+            for name, one in jobs(study, tmp_path).items()
+        }
+        assert sizes == {
+            f"{small}_pixels-1": ((small, small), (None, None)),
+            f"{small}-judged_at_{large}-1": ((small, small), (large, large)),
+            f"{large}_pixels-1": ((large, large), (None, None)),
+        }
+
     guided = jobs("guidance", tmp_path)
     assert guided["AWM-guidance_3-1"].rollout.guidance_scale == 3.0
     assert guided["AWM-guidance_3-1"].algorithm.name == "awm"

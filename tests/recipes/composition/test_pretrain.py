@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
-from recipes.composition import captions, pretrain
+from recipes.composition import atlas, captions, pretrain
 from recipes.composition.base import flow
 from recipes.composition.base.autoencoder import (
     encode_modes,
@@ -43,7 +43,16 @@ from recipes.composition.base.flow import (
     velocity,
 )
 from recipes.composition.base.training import Recipe, train
-from recipes.composition.pretrain import Plan, load, make, save, weights_hash
+from recipes.composition.pretrain import (
+    Plan,
+    load,
+    make,
+    parse_options,
+    rendered,
+    save,
+    weights_hash,
+    worlds_of,
+)
 from recipes.composition.world import SMALL_NOUNS, World
 from recipes.tiny.components import LATENT_CHANNELS
 from tests.recipes.composition.shapes import shapes
@@ -233,6 +242,29 @@ def test_what_is_saved_loads_as_a_job_loads_it(pipeline: Any, tmp_path: Path) ->
 def test_sizes_of_the_transformers(size: ModelSize, least: float, most: float) -> None:
     with torch.device("meta"):
         assert least < num_parameters(build_transformer(size)) < most
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ("", [64]),
+        ("--larger 128", [64, 128]),
+        ("--size 128 --larger 256", [128, 256]),
+    ],
+)
+def test_a_world_may_be_drawn_in_other_sizes(options: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas, "load", shapes)
+    world, larger = worlds_of(parse_options(["--world", "small", "--output", "base", *options.split()]))
+    assert [one.size for one in (world, larger) if one] == sizes
+    assert {one.nouns for one in (world, larger) if one} == {SMALL_NOUNS}
+
+
+@pytest.mark.parametrize(("size", "batches"), [(64, [8, 2]), (128, [8, 2]), (256, [2] * 5)])
+def test_large_pictures_come_in_smaller_batches(size: int, batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the batches of 128 pixels and less, for bases have been made of them."""
+    monkeypatch.setattr(pretrain, "RENDER_BATCH", 8)
+    found = list(rendered(World.of(size, SMALL_NOUNS[:3], shapes()), 10, 0.0, 1, CPU))
+    assert [len(pixels) for pixels, _ in found] == batches == [len(texts) for _, texts in found]
 
 
 @pytest.mark.long
