@@ -23,7 +23,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -48,19 +48,22 @@ from bench.learning.composition import (
     saying,
 )
 from bench.learning.jobs import SMOOTH, SMOOTHED
-from bench.learning.results import Result, changes, curve, read_all, spread
+from bench.learning.results import Point, Result, changes, curve, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
 from bench.learning.shared import shared_rewards
 from bench.learning.worlds import make_world, parts, world_of
 from docs.generate.markdown import content, rewrite, table
 from flowfleet.demo.demos import DEMOS, WIDER, Made
-from flowfleet.demo.plots import learning_panels
+from flowfleet.demo.plots import FIRST, INK, SECOND, THIRD, Curve, learning_panels, measure_panels
+from flowfleet.demo.plots import Line as Drawn
 
 FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL, REFL = (
     algorithm_of(key) for key in ("ocr", "ocr_full", "flow_cps", "awm", "crd", "diffusion_nft_full", "refl")
 )
 AIM: Final = 0.85
 """Mean score of the judge at which the larger worlds aim."""
+COLORS: Final = (SECOND, THIRD, INK, FIRST)
+"""A line's, where all share a panel."""
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
@@ -234,6 +237,8 @@ def main() -> int:
             tables[_part(study)] = study_table(results)
             if options.curves is not None:
                 draw(results, options.curves / f"learning_composition_{study}.png", study)
+                if len(results) <= len(COLORS):
+                    draw_costs(results, options.curves / f"learning_composition_{study}_costs.png", study)
         table_of = study_table(results) if results else f"no finished run in {options.directory / study}"
         console.print(f"{study}\n\n{table_of}\n", markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
@@ -290,6 +295,40 @@ def draw(results: Mapping[Line, Sequence[Result]], path: Path, study: str) -> No
     about = f"Study {study}: each line is a seed; dotted: {AIM}"
     title = "The judge that training never sees"
     learning_panels(path, panels, (), title, about, "pictures generated", AIM, y_label="the judge's mean score")
+
+
+def draw_costs(results: Mapping[Line, Sequence[Result]], path: Path, study: str) -> None:
+    """A panel a cost: the judge's mean score over pictures, steps and seconds, each seed in its line's color."""
+
+    def panel(amount: Callable[[Result, Point], float]) -> list[Drawn]:
+        return [
+            Drawn(
+                line.title,
+                Curve([round(amount(run, one)) for one in run.points], [one.reward for one in run.points]),
+                color,
+            )
+            for (line, runs), color in zip(results.items(), COLORS, strict=False)
+            for run in runs
+        ]
+
+    panels = {
+        "over pictures generated": panel(lambda _, one: one.generated),
+        "over training steps": panel(lambda run, one: one.generated / _pictures_a_step(run)),
+        "over seconds of training": panel(_seconds),
+    }
+    measure_panels(path, panels, "What the judge's score costs", f"Study {study}: each line is a seed", "")
+
+
+def _seconds(run: Result, point: Point) -> float:
+    """The table's seconds of training, as evenly as the phases: where samples may be old, these overlap."""
+    seconds: float = run.summary["training_seconds"]
+    return seconds * point.seconds / run.points[-1].seconds
+
+
+def _pictures_a_step(run: Result) -> int:
+    rollout = run.settings["rollout"]
+    size: int = rollout["prompts_per_step"] * rollout["group_size"]
+    return size
 
 
 def _row(line: Line, runs: Sequence[Result]) -> list[str]:

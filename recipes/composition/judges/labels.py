@@ -20,10 +20,11 @@ styles are left out, for he could not tell them:
 - `medium_weighted`: the same prompts by four more, mixed but for Flow-GRPO's seed 1, which came later;
   `medium_weighted_others`: 150 other prompts, each by one of these four.
 - `medium_longer`: the same prompts by a base of 52,000 steps and by Flow-GRPO's three seeds on it, mixed.
+- `medium_unseen`: 108 prompts of `medium_unseen.jsonl`, in 40 steps, by that base and by a fourth seed, mixed.
 - `full`, `full_trained`: 98 of the full world's base, and 98 of two trained models, mixed.
 
 What a judge said of a picture he never knew. But he had seen what one said of others of the kind before he labeled
-`medium`, `medium_trained`, that seed 1, `medium_weighted_others`, `medium_longer` and `full_trained`.
+`medium`, `medium_trained`, that seed 1, `medium_weighted_others`, `medium_longer`, `medium_unseen` and `full_trained`.
 """
 
 from __future__ import annotations

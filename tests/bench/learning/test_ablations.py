@@ -1,16 +1,19 @@
 """The studies of settings on composition: their jobs, and the table of what they came to."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from bench.learning.ablations import STUDIES, draw, plan, study_table
+from bench.learning import ablations
+from bench.learning.ablations import STUDIES, draw, draw_costs, plan, study_table
 from bench.learning.composition import JUDGE, REWARDS
 from bench.learning.jobs import SMOOTH
-from bench.learning.results import Result
+from bench.learning.results import Point, Result
 from flowfleet.demo.demos import DEMOS
+from flowfleet.demo.plots import Line as Drawn
 from flowfleet.job.files import prepare_job
 from flowfleet.job.spec import JobSpec
 
@@ -171,3 +174,22 @@ def test_the_curves_are_a_picture(tmp_path: Path) -> None:
     draw({STUDIES["group"][2]: [result(0.4, 0.5, 0.02, 100.0, 1.0)]}, tmp_path / "curves.png", "group")
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > picture.height > 0
+
+
+def test_costs_are_pictures_steps_and_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = dict[str, list[tuple[list[int], list[float]]]]()
+
+    def record(path: Path, panels: Mapping[str, Sequence[Drawn]], *about: str) -> None:
+        drawn.update(
+            {
+                name: [(list(one.curve.samples), list(one.curve.rewards)) for one in ones]
+                for name, ones in panels.items()
+            }
+        )
+
+    monkeypatch.setattr(ablations, "measure_panels", record)
+    settings = {"rollout": {"prompts_per_step": 12, "group_size": 24}}
+    points = [Point(0, 0.0, 0.5), Point(1440, 20.0, 0.7), Point(2880, 40.0, 0.75)]
+    run = Result({"settings": settings, "training_seconds": 30.0}, points)
+    draw_costs({STUDIES["medium"][0]: [run]}, tmp_path / "costs.png", "medium")
+    assert list(drawn.values()) == [[([0, last // 2, last], [0.5, 0.7, 0.75])] for last in (2880, 10, 30)]

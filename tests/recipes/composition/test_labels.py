@@ -10,7 +10,7 @@ import pytest
 
 from recipes.composition.judges import labels, service
 from recipes.composition.judges.findings import answer
-from recipes.composition.make_prompts import PROMPTS, read_lines
+from recipes.composition.make_prompts import PROMPTS, read_lines, read_prompts
 
 LABELED = Path(labels.__file__).parent / "labeled"
 
@@ -93,18 +93,35 @@ def test_labels_of_other_prompts_are_of_all_the_others() -> None:
     }
 
 
-def test_labels_of_the_longer_trained_base_pair_it_with_what_was_made_of_it() -> None:
-    folder = LABELED / "medium_longer"
+@pytest.mark.parametrize(
+    ("name", "of_base", "of_trained"),
+    [
+        (
+            "medium_longer",
+            54,
+            {"Flow-GRPO, seed 1": (60, 8, 2), "Flow-GRPO, seed 2": (60, 9, 3), "Flow-GRPO, seed 3": (62, 8, 0)},
+        ),
+        ("medium_unseen", 89, {"Flow-GRPO, seed 4": (94, 12, 7)}),
+    ],
+)
+def test_labels_pair_the_longer_trained_base_with_what_was_made_of_it(
+    name: str, of_base: int, of_trained: dict[str, tuple[int, int, int]]
+) -> None:
+    """Accepted of the base's and of each model's; of the latter also how many were gained and lost."""
+    folder = LABELED / name
     lines, shown = read_lines(folder / labels.PROMPTS), defaultdict[str, dict[str, bool]](dict)
     rows = list(csv.DictReader((folder / "labels.csv").open(newline="")))
-    assert [int(row["number"]) for row in rows] == list(range(288))
+    assert [int(row["number"]) for row in rows] == list(range(len(lines)))
     for row in rows:
         line = lines[int(row["number"])]
         assert row["category"] == line["metadata"]["tag"]
         shown[row["painted_by"]][line["prompt"]] = row["shown"] == "yes"
     base = shown.pop("base")
-    assert base.keys() == {line["prompt"] for line in read_lines(LABELED / "medium_weighted" / labels.PROMPTS)}
-    assert sum(base.values()) == 54
+    if name == "medium_longer":
+        assert base.keys() == {line["prompt"] for line in read_lines(LABELED / "medium_weighted" / labels.PROMPTS)}
+    else:
+        assert base.keys() <= {line["prompt"] for line in read_prompts("medium", "unseen")}
+    assert sum(base.values()) == of_base
     assert all(one.keys() == base.keys() for one in shown.values())
     changes = {
         painter: (
@@ -114,8 +131,4 @@ def test_labels_of_the_longer_trained_base_pair_it_with_what_was_made_of_it() ->
         )
         for painter, one in shown.items()
     }
-    assert changes == {
-        "Flow-GRPO, seed 1": (60, 8, 2),
-        "Flow-GRPO, seed 2": (60, 9, 3),
-        "Flow-GRPO, seed 3": (62, 8, 0),
-    }
+    assert changes == of_trained

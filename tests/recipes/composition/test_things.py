@@ -182,7 +182,7 @@ def test_no_picture_is_labeled_for_two_ends() -> None:
     names = {name for folders in (things.HELDOUT, things.REWARD) for ones in folders.values() for name in ones}
     assert names == {folder.name for folder in things.LABELED.iterdir()}
     measuring = [folder for folder in things.LABELED.parent.iterdir() if folder != things.LABELED]
-    assert len(measuring) == 11
+    assert len(measuring) == 12
     seen: set[bytes] = set()
     for folder in (*(things.LABELED / name for name in names), *measuring):
         pictures = labels.read(folder, range(len(read_lines(folder / labels.PROMPTS))))
