@@ -54,7 +54,7 @@ from bench.learning.shared import shared_rewards
 from bench.learning.worlds import make_world, parts, world_of
 from docs.generate.markdown import content, rewrite, table
 from flowfleet.demo.demos import DEMOS, WIDER, Made
-from flowfleet.demo.plots import FIRST, INK, SECOND, THIRD, Curve, learning_panels, measure_panels
+from flowfleet.demo.plots import INK, QUIET, SECOND, THIRD, Curve, learning_panels, measure_panels
 from flowfleet.demo.plots import Line as Drawn
 
 FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL, REFL = (
@@ -62,8 +62,8 @@ FLOW_GRPO, FLOW_GRPO_FULL, CPS, AWM, CRD, NFT_FULL, REFL = (
 )
 AIM: Final = 0.85
 """Mean score of the judge at which the larger worlds aim."""
-COLORS: Final = (SECOND, THIRD, INK, FIRST)
-"""A line's, where all share a panel."""
+COLORS: Final = (SECOND, THIRD, INK, QUIET)
+"""Colors of a study's lines in one panel."""
 USUAL: Final = lasting(48, 12)
 PUSHED: Final = lasting(96, 24)
 """Length of a line whose reward is pushed until it is hacked."""
@@ -126,7 +126,7 @@ def _stale(versions: int) -> tuple[str, ...]:
 
 
 def _sizes(small: int, large: int) -> list[Line]:
-    """Trained on small pictures, the same judged on large ones, and trained on large ones."""
+    """Lines trained on small pictures, on the same and judged on large ones, and trained on large ones."""
     at_small, at_large = ((f"rollout.height={edge}", f"rollout.width={edge}") for edge in (small, large))
     judged_at_large = (f"schedule.validation_height={large}", f"schedule.validation_width={large}")
     return [
@@ -316,11 +316,13 @@ def draw_costs(results: Mapping[Line, Sequence[Result]], path: Path, study: str)
         "over training steps": panel(lambda run, one: one.generated / _pictures_a_step(run)),
         "over seconds of training": panel(_seconds),
     }
-    measure_panels(path, panels, "What the judge's score costs", f"Study {study}: each line is a seed", "")
+    measure_panels(
+        path, panels, "What the judge's score costs", f"Study {study}: the judge's mean score, a line a seed", ""
+    )
 
 
 def _seconds(run: Result, point: Point) -> float:
-    """The table's seconds of training, as evenly as the phases: where samples may be old, these overlap."""
+    """Spreads the summary's seconds of training as the phases', which overlap where samples may be old."""
     seconds: float = run.summary["training_seconds"]
     return seconds * point.seconds / run.points[-1].seconds
 

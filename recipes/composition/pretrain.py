@@ -42,7 +42,7 @@ from recipes.tiny.painting import TOKEN_EDGE, contact_sheet, paint
 logger = logging.getLogger(__name__)
 
 RENDER_BATCH, RENDER_EDGE = 4096, 128
-"""Scenes of a batch in pictures of at most so many pixels along an edge; of larger ones as many pixels."""
+"""Scenes that are rendered at once, in pictures of this edge or less; of larger ones as many pixels."""
 WEIGHTS = ("text_encoder", "transformer", "vae")
 NUM_SHOWN, SHOWN_COLUMNS = 64, 8
 NUM_SAMPLING_STEPS = 10
