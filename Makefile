@@ -52,7 +52,7 @@ test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes clust
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	@tests/packages
 	@tests/browser
-	@start=$$(date +%s); $(PYTEST) --numprocesses 3 -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
+	@start=$$(date +%s); $(PYTEST) --numprocesses 2 -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; the aim is 40 min on two cores"; exit $$status
 
 lint: $(VENV)/.dev  ## check style, words, types and who imports whom
