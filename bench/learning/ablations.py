@@ -324,7 +324,7 @@ def draw_costs(results: Mapping[Line, Sequence[Result]], path: Path, study: str)
 def _seconds(run: Result, point: Point) -> float:
     """Spreads the summary's seconds of training as the phases', which overlap where samples may be old."""
     seconds: float = run.summary["training_seconds"]
-    return seconds * point.seconds / run.points[-1].seconds
+    return seconds * point.seconds / (run.points[-1].seconds or 1.0)
 
 
 def _pictures_a_step(run: Result) -> int:
