@@ -48,7 +48,7 @@ from bench.learning.composition import (
     saying,
 )
 from bench.learning.jobs import SMOOTH, SMOOTHED
-from bench.learning.results import Point, Result, changes, curve, read_all, spread
+from bench.learning.results import Point, Result, changes, curve, made_a_step, read_all, spread
 from bench.learning.runs import Run, add_options, places, report, train_all
 from bench.learning.shared import shared_rewards
 from bench.learning.worlds import make_world, parts, world_of
@@ -313,7 +313,7 @@ def draw_costs(results: Mapping[Line, Sequence[Result]], path: Path, study: str)
 
     panels = {
         "over pictures generated": panel(lambda _, one: one.generated),
-        "over training steps": panel(lambda run, one: one.generated / _pictures_a_step(run)),
+        "over training steps": panel(lambda run, one: one.generated / made_a_step(run.settings["rollout"])),
         "over seconds of training": panel(_seconds),
     }
     measure_panels(
@@ -325,12 +325,6 @@ def _seconds(run: Result, point: Point) -> float:
     """Spreads the summary's seconds of training as the phases', which overlap where samples may be old."""
     seconds: float = run.summary["training_seconds"]
     return seconds * point.seconds / (run.points[-1].seconds or 1.0)
-
-
-def _pictures_a_step(run: Result) -> int:
-    rollout = run.settings["rollout"]
-    size: int = rollout["prompts_per_step"] * rollout["group_size"]
-    return size
 
 
 def _row(line: Line, runs: Sequence[Result]) -> list[str]:

@@ -75,8 +75,7 @@ def read_result(directory: Path, metric: str = "val/reward") -> Result:
     """Reads a directory with summary.json and metrics.jsonl, whose points are this metric's."""
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    rollout = summary["settings"]["rollout"]
-    per_step = rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))
+    per_step = made_a_step(summary["settings"]["rollout"])
     stale = [row[STALENESS] for row in rows if row.get(STALENESS) is not None]
     return Result(summary, points_of(rows, per_step, metric), statistics.fmean(stale or [0.0]))
 
@@ -102,6 +101,12 @@ def read_all(
         for line, some in paths.items()
     }
     return {line: runs for line, runs in found.items() if runs}
+
+
+def made_a_step(rollout: Mapping[str, Any]) -> int:
+    """Pictures or videos made for a step, previews included."""
+    made: int = rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))
+    return made
 
 
 def previewed(rollout: Mapping[str, Any]) -> int:
