@@ -33,7 +33,7 @@ import yaml
 from deploy.dashboards import BOARDS
 from deploy.dashboards.boards.reward_panels import JUDGES
 from deploy.dashboards.model import Query
-from deploy.dashboards.promql import filled
+from tests.monitoring.promql import filled
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.discovery import Discovery, sanitized
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.dashboards import BOARDS, DIRECTORY
 from deploy.dashboards.model import Board, Panel, dashboard, to_json
-from deploy.dashboards.promql import filled, metrics, patterns
+from tests.monitoring.promql import filled, metrics, patterns
 from flowfleet.data.blob_metrics import BlobMetrics
 from flowfleet.process.telemetry import metric_name
 from services.controller.job.shadow_queue import ShadowMetrics
