@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from deploy.dashboards.model import Board, Panel
+from tests.monitoring.boards import Board, Panel
 
 if TYPE_CHECKING:
     from tests.cluster.prometheus import Server
@@ -42,10 +42,10 @@ UNITS: Mapping[str, tuple[str, float]] = {
 """Grafana's unit → what is written, and the factor to it."""
 
 
-def draw(server: Server, board: Board, path: Path, *, every_panel: bool = False) -> Path:
-    """The numbers of the board's first row on top, its key panels below."""
+def draw(server: Server, board: Board, path: Path) -> Path:
+    """Draws the board's numbers on top, its other panels below."""
     stats = [panel for panel in board.panels if panel.kind == "stat"]
-    charts = [panel for panel in board.panels if panel.kind != "stat" and (panel.key or every_panel)]
+    charts = [panel for panel in board.panels if panel.kind != "stat"]
     columns, rows = 3, math.ceil(len(charts) / 3)
     figure = plt.figure(figsize=(16.5, 1.5 + 3.7 * rows), facecolor="white", layout="constrained")
     head, body = figure.subfigures(  # type: ignore[misc]  # an array of two
@@ -82,7 +82,7 @@ def _chart(axes: Axes, panel: Panel, server: Server) -> None:
     if not lines:
         axes.text(0.5, 0.5, "no data", ha="center", color="#9fa7b3", transform=axes.transAxes)
         return
-    chosen = {name: PALETTE[color] for name, color in panel.colors}
+    chosen = {name: PALETTE[color] for name, color in panel.colors.items()}
     colors = [chosen.get(name, COLORS[index % len(COLORS)]) for index, name in enumerate(lines)]
     axes.set_xlim(0, time.time() - server.started)
     if panel.stacked:
@@ -92,10 +92,10 @@ def _chart(axes: Axes, panel: Panel, server: Server) -> None:
     else:
         for index, (name, (x, y)) in enumerate(lines.items()):
             axes.plot(x, y, label=name, color=colors[index], linewidth=1.8)
-    if panel.minimum is not None:
-        axes.set_ylim(bottom=panel.minimum * factor)
-    if panel.maximum is not None:
-        axes.set_ylim(top=panel.maximum * factor * 1.03)
+    if "min" in panel.defaults:
+        axes.set_ylim(bottom=panel.defaults["min"] * factor)
+    if "max" in panel.defaults:
+        axes.set_ylim(top=panel.defaults["max"] * factor * 1.03)
     if not any(value for _, y in lines.values() for value in y):
         axes.set_ylim(0, 1)
     handles, names = axes.get_legend_handles_labels()

@@ -30,20 +30,18 @@ from typing import Any, Self
 
 import yaml
 
-from deploy.dashboards import BOARDS
-from deploy.dashboards.boards.reward_panels import JUDGES
-from deploy.dashboards.model import Query
-from tests.monitoring.promql import filled
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.discovery import Discovery, sanitized
+from tests.monitoring.boards import BOARDS, Query
+from tests.monitoring.promql import filled
 
 SCRAPE_S = 2
 RATE = "30s"
 """Rate of the boards: jobs of tests are short."""
 START_TIMEOUT_S = 30.0
 EMPTY_ON_CPUS = ("Model FLOPs utilization of the trainer",)
-"""Titles of the panels that have no data where there is no accelerator; each says why itself."""
-EMPTY_WITHOUT_JUDGES = tuple(panel.title for panel in JUDGES.panels)
+"""Titles of the panels that have no data where there is no accelerator, whose peak is known."""
+EMPTY_WITHOUT_JUDGES = tuple(panel.title for board in BOARDS for panel in board.panels if panel.row == "Judges")
 """Likewise of fleets without a judge."""
 EMPTY_IN_THE_DEMO = (*EMPTY_ON_CPUS, *EMPTY_WITHOUT_JUDGES)
 
@@ -114,14 +112,14 @@ class Server:
 
     def check_boards(self, expected_empty: Sequence[str] = EMPTY_IN_THE_DEMO) -> None:
         """Every query of every board runs, and no panel was empty all the time but those of `expected_empty` (titles),
-        each of which says of itself when it has no data, and has none."""
+        which have none."""
         empty, full = [], []
         for board in BOARDS:
             for panel in board.panels:
                 name = f"{board.title} / {panel.title}"
                 if any(self._points(query) for query in panel.queries):
                     full += [name] if panel.title in expected_empty else []
-                elif panel.title not in expected_empty or not panel.empty_because:
+                elif panel.title not in expected_empty:
                     empty.append(name)
         assert not empty, f"panels without data: {', '.join(empty)}"
         assert not full, f"panels with data that should have none: {', '.join(full)}"
@@ -139,12 +137,12 @@ class Server:
         """Names of the alerts that fire or are about to."""
         return {series["metric"]["alertname"] for series in self.query("ALERTS")}
 
-    def render(self, directory: Path, *, every_panel: bool = False) -> list[Path]:
-        """One PNG a board, of its key panels."""
+    def render(self, directory: Path) -> list[Path]:
+        """Draws a PNG of each board."""
         from tests.cluster.pictures import draw
 
         directory.mkdir(parents=True, exist_ok=True)
-        return [draw(self, board, directory / f"{board.name}.png", every_panel=every_panel) for board in BOARDS]
+        return [draw(self, board, directory / f"{board.name}.png") for board in BOARDS]
 
     def series(self, query: Query) -> list[Series]:
         """What a panel's query shows over time."""
