@@ -12,7 +12,7 @@ import typer
 from flowfleet.cli.options import Json, out, tell
 
 if TYPE_CHECKING:
-    from flowfleet.chaos.report import Report
+    from tests.faults.report import Report
 
 
 def chaos(
@@ -34,14 +34,14 @@ def chaos(
     json_: Json = False,
 ) -> None:
     """Inject seeded faults into a job and compare it with an undisturbed run."""
-    from flowfleet.chaos.report import Report, as_markdown
+    from tests.faults.report import Report, as_markdown
 
     if markdown:
         reports = [Report.model_validate_json(path.read_bytes()) for path in markdown]
         tell(reports, json_, lambda: typer.echo(as_markdown(reports), nl=False))
         return
-    from flowfleet.chaos.run import Options, run_chaos
-    from flowfleet.chaos.schedule import KINDS
+    from tests.faults.run import Options, run_chaos
+    from tests.faults.schedule import KINDS
 
     chosen = tuple(name.strip() for name in kinds.split(",")) if kinds else KINDS
     options = Options(faults, seed, mode, job, state_dir, chosen, report, reference, spacing, hang_s)
@@ -52,7 +52,7 @@ def chaos(
 
 
 def _show(found: Report) -> None:
-    from flowfleet.chaos.report import as_table, summary
+    from tests.faults.report import as_table, summary
 
     out.print(as_table(found))
     for line in summary(found):

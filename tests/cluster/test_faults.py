@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 
-from flowfleet.chaos.job import EXACT, MAX_BATCH, RECIPE, TINY, changed, weights_hash
-from flowfleet.chaos.watch import Watch
 from flowfleet.client import Client
 from flowfleet.client.types import Job
 from flowfleet.job.spec import read_job_file
 from services.trainer.beats import OUTSIDE_S
 from tests.cluster.conftest import Cluster, run
 from tests.cluster.release import TAG, Log, Release, storage
+from tests.faults.job import EXACT, MAX_BATCH, RECIPE, TINY, changed, weights_hash
+from tests.faults.watch import Watch
 
 HERE = Path(__file__).parent
 RELEASE = "faults"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.chaos.report import Report
-from flowfleet.chaos.tools.clocks import find_library
+from tests.faults.report import Report
+from tests.faults.tools.clocks import find_library
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flowfleet.chaos.job import weights_hash
 from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet
 from tests.e2e.test_kills import kill_trainer_agent
+from tests.faults.job import weights_hash
 from tests.services.trainer import damage
 from tests.waiting import wait_until
 

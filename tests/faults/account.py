@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfleet.chaos.report import Samples
 from flowfleet.client.types import Job, Sample
 from flowfleet.job.spec import JobSpec
+from tests.faults.report import Samples
 
 
 def account(

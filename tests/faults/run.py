@@ -18,24 +18,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowfleet.chaos.account import account
-from flowfleet.chaos.injector import Injector, Stuck
-from flowfleet.chaos.job import Mode, make_job, shape_of, weights_hash
-from flowfleet.chaos.ledger import Ledger
-from flowfleet.chaos.reference import references, result_of
-from flowfleet.chaos.report import Report, Samples, figures
-from flowfleet.chaos.schedule import KINDS, make_schedule, poisons
-from flowfleet.chaos.stack import ChaosStack, chaos_stack
-from flowfleet.chaos.targets import Targets
-from flowfleet.chaos.tools.clocks import LIBRARY, Clocks, find_library
-from flowfleet.chaos.tools.disk import SmallDisk
-from flowfleet.chaos.watch import Watch
 from flowfleet.client.client import Client
 from flowfleet.client.types import Job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.files import write_atomically
 from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import StackError, StateDir
+from tests.faults.account import account
+from tests.faults.injector import Injector, Stuck
+from tests.faults.job import Mode, make_job, shape_of, weights_hash
+from tests.faults.ledger import Ledger
+from tests.faults.reference import references, result_of
+from tests.faults.report import Report, Samples, figures
+from tests.faults.schedule import KINDS, make_schedule, poisons
+from tests.faults.stack import ChaosStack, chaos_stack
+from tests.faults.targets import Targets
+from tests.faults.tools.clocks import LIBRARY, Clocks, find_library
+from tests.faults.tools.disk import SmallDisk
+from tests.faults.watch import Watch
 
 MARKER = ".flowfleet-chaos"
 STACKS = ("stack", "reference")

@@ -6,14 +6,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flowfleet.chaos.account import account
-from flowfleet.chaos.job import make_job
-from flowfleet.chaos.targets import identities
 from flowfleet.client.types import Job, Progress, Sample
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.common_pb2 import Sample as SampleMessage
 from flowfleet.proto.common_pb2 import SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from tests.faults.account import account
+from tests.faults.job import make_job
+from tests.faults.targets import identities
 
 
 @pytest.fixture(scope="module")

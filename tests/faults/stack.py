@@ -13,12 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowfleet.chaos.job import MAX_BATCH
-from flowfleet.chaos.reward import NAME
-from flowfleet.chaos.tools.clocks import Clocks
-from flowfleet.chaos.tools.control import Control
-from flowfleet.chaos.tools.disk import SmallDisk
-from flowfleet.chaos.tools.proxy import TcpProxy
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import Kind, Plan, ProcessPlan, StackOptions
@@ -27,6 +21,12 @@ from flowfleet.local.session import plan_stack
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 from flowfleet.local.supervision.supervisor import Supervisor
+from tests.faults.job import MAX_BATCH
+from tests.faults.reward import NAME
+from tests.faults.tools.clocks import Clocks
+from tests.faults.tools.control import Control
+from tests.faults.tools.disk import SmallDisk
+from tests.faults.tools.proxy import TcpProxy
 
 HOST = "127.0.0.1"
 SCORER = "ocr"
@@ -126,7 +126,7 @@ def _rewired(process: ProcessPlan, wires: _Wires, control_file: Path) -> Process
             argv += ["--advertise", wires.address(f"controller-{process.name}", process.name)]
         case Kind.REWARD:
             argv = argv[: argv.index("--scorer")]
-            argv[argv.index("services.reward")] = "flowfleet.chaos.reward"
+            argv[argv.index("services.reward")] = "tests.faults.reward"
             argv += ["--control", str(control_file)]
         case Kind.CONTROLLER:
             own = next(place for place, word in enumerate(argv) if word.startswith(f"{SCORER}="))

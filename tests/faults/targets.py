@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import redis
 
-from flowfleet.chaos.stack import ChaosStack
-from flowfleet.chaos.watch import Watch
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.processes import read_records
 from flowfleet.proto.trainer_pb2 import TrainStepRequest
 from flowfleet.redis.keys import job_key
+from tests.faults.stack import ChaosStack
+from tests.faults.watch import Watch
 
 AOF_POLL_S = 0.1
 REQUEST_POLL_S = 0.1

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from flowfleet.chaos.ledger import Entry
-from flowfleet.chaos.schedule import PHASES
+from tests.faults.ledger import Entry
+from tests.faults.schedule import PHASES
 
 
 class KindFigures(BaseModel):

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from flowfleet.chaos.schedule import KINDS, OWN_PHASE, PHASES, TARGETS, Shape, make_schedule, poisons
+from tests.faults.schedule import KINDS, OWN_PHASE, PHASES, TARGETS, Shape, make_schedule, poisons
 
 SHAPE = Shape(groups=2, group_size=3)
 

@@ -1,4 +1,4 @@
-"""The reward service of a chaos stack: `python -m flowfleet.chaos.reward --control FILE`.
+"""The reward service of a chaos stack: `python -m tests.faults.reward --control FILE`.
 
 It scores a picture by its pixels alone, the same each time, and does wrong what the control file says. The file is read
 with each call, so a restarted service behaves as its predecessor did.
@@ -18,7 +18,6 @@ import grpc
 import numpy as np
 from PIL import Image
 
-from flowfleet.chaos.tools.control import Control
 from flowfleet.process.service import rpc_parser, run_service
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
@@ -34,6 +33,7 @@ from flowfleet.proto.reward_pb2 import (
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
 from flowfleet.rewards.requests import SERVICE_NAME, contract_of, no_gradient
 from flowfleet.rpc import endpoint as rpc
+from tests.faults.tools.control import Control
 
 NAME = "brightness"
 SLOW_S = 1.0

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import redis
 
-from flowfleet.chaos.schedule import Fault
-from flowfleet.chaos.targets import Missed, Targets, is_live
-from flowfleet.chaos.tools.control import Control
-from flowfleet.chaos.tools.proxy import Loss, TcpProxy
 from flowfleet.proto.common_pb2 import Sample
 from flowfleet.redis import keys
+from tests.faults.schedule import Fault
+from tests.faults.targets import Missed, Targets, is_live
+from tests.faults.tools.control import Control
+from tests.faults.tools.proxy import Loss, TcpProxy
 
 AOF_LOSS_S = (1.0, 2.0)
 """What an append-only file loses of its end."""

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from safetensors.numpy import load_file
 
-from flowfleet.chaos.reward import NAME
-from flowfleet.chaos.schedule import Shape
 from flowfleet.job.files import RECIPES, prepare_job
 from flowfleet.job.spec import JobSpec, parse_job
+from tests.faults.reward import NAME
+from tests.faults.schedule import Shape
 
 Mode = Literal["lora", "full"]
 RECIPE: dict[Mode, Path] = {"lora": RECIPES / "tiny_ocr.toml", "full": RECIPES / "tiny_ocr_full.toml"}

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import psutil
 import redis
 
-from flowfleet.chaos.faults import STRIKES, Struck
-from flowfleet.chaos.ledger import Entry, Ledger
-from flowfleet.chaos.schedule import Fault
-from flowfleet.chaos.stack import SCORER
-from flowfleet.chaos.targets import Missed, Targets
-from flowfleet.chaos.watch import Sight
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError
 from flowfleet.local.supervision.health import serves
+from tests.faults.faults import STRIKES, Struck
+from tests.faults.ledger import Entry, Ledger
+from tests.faults.schedule import Fault
+from tests.faults.stack import SCORER
+from tests.faults.targets import Missed, Targets
+from tests.faults.watch import Sight
 
 STUCK_S = 180.0
 """A job that finishes no step for so long has not survived."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowfleet.chaos.tools.proxy import HOST, TcpProxy
 from flowfleet.local.ports import free_ports
+from tests.faults.tools.proxy import HOST, TcpProxy
 
 SHORT_S = 0.3
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.chaos.run import possible
-from flowfleet.chaos.schedule import KINDS
-from flowfleet.chaos.stack import DEVICE, wired
-from flowfleet.chaos.tools.clocks import LIBRARY, Clocks, find_library
 from flowfleet.local.plan import Plan, StackOptions
 from flowfleet.local.session import plan_stack
+from tests.faults.run import possible
+from tests.faults.schedule import KINDS
+from tests.faults.stack import DEVICE, wired
+from tests.faults.tools.clocks import LIBRARY, Clocks, find_library
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_no_process_reaches_another_but_through_a_proxy(plan: Plan, tmp_path: Pa
 def test_the_reward_is_the_one_that_can_be_told_to_fail(plan: Plan, tmp_path: Path) -> None:
     changed, proxies = wired(plan, tmp_path / "reward.json", Clocks(tmp_path, None))
     reward = next(process for process in changed.processes if process.name.startswith("reward"))
-    assert "flowfleet.chaos.reward" in reward.argv
+    assert "tests.faults.reward" in reward.argv
     assert "--scorer" not in reward.argv
     controller = next(process for process in changed.processes if process.name == "controller")
     assert f"brightness=127.0.0.1:{proxies['controller-reward'].port}" in controller.argv

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfleet.chaos.ledger import Entry, Ledger
-from flowfleet.chaos.report import Report, Samples, as_markdown, figures, summary
+from tests.faults.ledger import Entry, Ledger
+from tests.faults.report import Report, Samples, as_markdown, figures, summary
 
 SAMPLES = Samples(
     asked=60,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from flowfleet.chaos.job import weights_hash
-from flowfleet.chaos.stack import chaos_stack
-from flowfleet.chaos.tools.clocks import Clocks
 from flowfleet.client.client import Client
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import StackError
+from tests.faults.job import weights_hash
+from tests.faults.stack import chaos_stack
+from tests.faults.tools.clocks import Clocks
 
 Say = Callable[[str], None]
 

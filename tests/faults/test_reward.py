@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from flowfleet.chaos.reward import answers, brightness
-from flowfleet.chaos.schedule import POISONS
-from flowfleet.chaos.tools.control import Control
 from flowfleet.proto.reward_pb2 import RewardSample
+from tests.faults.reward import answers, brightness
+from tests.faults.schedule import POISONS
+from tests.faults.tools.control import Control
 
 
 def picture(level: int) -> bytes:
