@@ -25,9 +25,19 @@ EXTRAS: Final = {
 }
 """Command to the extra that it needs beyond the base install. Commands that start processes need `local`."""
 
+REMOVED: Final = {
+    "chaos": "run `pytest tests/e2e/test_chaos.py` in a clone (docs/operations.md, Chaos)",
+}
+"""Command of the last release to what replaces it."""
+
 
 class Group(typer.core.TyperGroup):
     """Prints an error in place of a traceback, and names the extra where a package is missing."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in REMOVED:
+            raise ValueError(f"`flowfleet {args[0]}` was removed: {REMOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

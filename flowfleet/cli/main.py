@@ -14,7 +14,6 @@ import typer
 from flowfleet import hub
 from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import votes as cli_votes
-from flowfleet.cli.chaos import chaos
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
@@ -200,9 +199,6 @@ def demo(
     summary = run_demo(chosen.recipe, state_dir, changes, console, rewards=chosen.rewards, model=chosen.model)
     if json_:
         tell_line(summary)
-
-
-app.command()(chaos)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from flowfleet.client.types import Job, Sample
 from flowfleet.job.spec import JobSpec
-from tests.faults.report import Samples
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The end of a job's samples."""
+
+    asked: int
+    trained: int
+    dropped: Mapping[str, int]
+    """Reason → number."""
+    doubled: int
+    """Trained more often than there are identities."""
+    lost: int
+    """Neither trained nor dropped."""
+    delivered_again: int
+    """Came twice from the rollouts; the second one was ignored."""
+    drops_injected: tuple[str, ...]
+    """step/group/index of the samples whose reward was poisoned."""
+    drops_found: tuple[str, ...]
+
+    @property
+    def are_exact(self) -> bool:
+        return not self.doubled and not self.lost and set(self.drops_found) == set(self.drops_injected)
 
 
 def account(
@@ -16,7 +39,7 @@ def account(
     requests: Mapping[int, Sequence[str]],
     injected: tuple[str, ...],
 ) -> Samples:
-    """What became of every sample of the steps that are done, by identity.
+    """Counts the samples of the steps that are done, by identity.
 
     `requests`: step → identities that the trainer was asked to train on. Where a step's request was not seen, the
     job's own records say which samples have a reward.

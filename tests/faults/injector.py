@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import redis
@@ -17,7 +19,6 @@ from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError
 from flowfleet.local.supervision.health import serves
 from tests.faults.faults import STRIKES, Struck
-from tests.faults.ledger import Entry, Ledger
 from tests.faults.schedule import Fault
 from tests.faults.stack import SCORER
 from tests.faults.targets import Missed, Targets
@@ -41,42 +42,54 @@ LOOK_S = 1.0
 """Interval between looks at a job that makes no progress: a paused one is resumed."""
 
 
+@dataclass
+class Entry:
+    """A fault as it was done."""
+
+    number: int
+    kind: str
+    target: str
+    what: str = ""
+    at_s: float = 0.0
+    """Seconds from the start of the run to the strike."""
+    step: int = 0
+    phase: str = ""
+    """Phase of the job at the strike."""
+    counted: bool = False
+    """It hit a live target of a job that had not ended."""
+    recovery_s: float | None = None
+    """Seconds from the strike until the job had finished another step."""
+    replaced_s: float | None = None
+    """Seconds until a process that hung for good was replaced."""
+    failures: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
 class Stuck(Exception):
     """The job ended too early or makes no progress; the message describes its last state."""
 
 
 class Injector:
-    def __init__(
-        self,
-        targets: Targets,
-        client: Client,
-        ledger: Ledger,
-        say: Callable[[str], None],
-        save: Callable[[], object],
-        started: float,
-    ) -> None:
+    def __init__(self, targets: Targets, client: Client, started: float) -> None:
         self._targets = targets
         self._client = client
-        self._ledger = ledger
-        self._say = say
-        self._save = save
         self._started = started
 
-    def run(self, schedule: Sequence[Fault]) -> None:
-        """Does all faults. Raises Stuck."""
+    def run(self, schedule: Sequence[Fault]) -> list[Entry]:
+        """Does all faults, and prints each. Raises Stuck."""
+        entries: list[Entry] = []
         for fault in schedule:
             self._wait_for_step(fault.step)
-            entry = self._do(fault)
-            self._ledger.add(entry)
-            self._tell(entry, len(schedule))
-            self._save()
+            entries.append(entry := self._do(fault))
+            print(f"{sum(one.counted for one in entries)}/{len(schedule)} {told(entry)}", flush=True)
             if entry.counted and entry.recovery_s is None and not self._targets.watch.now.ended:
                 raise Stuck(entry.failures[-1] if entry.failures else "the job makes no progress: see its reason")
+        return entries
 
     # -- one fault -----------------------------------------------------------------------------------------------
 
     def _do(self, fault: Fault) -> Entry:
-        entry = Entry(fault.number, fault.kind, fault.target, fault.phase)
+        entry = Entry(fault.number, fault.kind, fault.target)
         struck = self._strike(fault, entry)
         if struck is None:
             return entry
@@ -188,23 +201,21 @@ class Injector:
 
     def _resume(self, entry: Entry | None, sight: Sight) -> None:
         """Resumes a held job. A job pauses when memory is short; it should never be quarantined."""
-        self._say(f"resuming the job, which is {sight.status}: {sight.reason}")
-        if entry is not None:
-            entry.resumed = sight.reason
-            if sight.status != "paused":
-                entry.failures.append(f"the job was {sight.status}: {sight.reason}")
+        print(f"resuming the job, which is {sight.status}: {sight.reason}")
+        if entry is not None and sight.status != "paused":
+            entry.failures.append(f"the job was {sight.status}: {sight.reason}")
         try:
             self._client.resume(self._targets.job_id)
         except ApiError as error:
-            self._say(f"resume failed: {error}")
+            print(f"resume failed: {error}")
 
-    def _tell(self, entry: Entry, total: int) -> None:
-        recovery = "not recovered" if entry.recovery_s is None else f"recovered in {entry.recovery_s:.1f} s"
-        failures = "".join(f"; FAILURE: {text}" for text in entry.failures)
-        self._say(
-            f"{self._ledger.num_counted}/{total} {entry.kind} {entry.target} in step {entry.step} ({entry.phase}): "
-            f"{entry.what or 'missed'}; {recovery}{failures}"
-        )
+
+def told(entry: Entry) -> str:
+    """Describes a fault in one line."""
+    recovery = "not recovered" if entry.recovery_s is None else f"recovered in {entry.recovery_s:.1f} s"
+    failures = "".join(f"; FAILURE: {text}" for text in entry.failures)
+    where = f"{entry.target} in step {entry.step} ({entry.phase})"
+    return f"{entry.kind} {where}: {entry.what or 'missed'}; {recovery}{failures}"
 
 
 def seen(sight: Sight) -> str:

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from flowfleet.job.files import RECIPES, prepare_job
 from flowfleet.job.spec import JobSpec, parse_job
 from tests.faults.reward import NAME
-from tests.faults.schedule import Shape
 
 Mode = Literal["lora", "full"]
 RECIPE: dict[Mode, Path] = {"lora": RECIPES / "tiny_ocr.toml", "full": RECIPES / "tiny_ocr_full.toml"}
@@ -54,14 +53,11 @@ EXACT: dict[str, Any] = {
 """What any job is changed to."""
 
 
-def make_job(file: Path | None, mode: Mode, steps: int | None, hang_s: float) -> JobSpec:
-    """The job of a run: the tiny one, or the user's with what makes its bits repeat. Raises ValueError."""
-    spec = prepare_job(file or RECIPE[mode], same_machine=True)
-    data = spec.model_dump(mode="json", exclude_unset=True)
-    changes = {"trainer.mode": mode, "timeouts.hang_s": hang_s}
-    if steps is not None:
-        changes["schedule.steps"] = steps
-    return parse_job(changed(data, {**({} if file else TINY), **EXACT, **changes}))
+def make_job(mode: Mode, steps: int, hang_s: float = 8.0) -> JobSpec:
+    """Returns the tiny job of a mode, with the settings that make its bits repeat."""
+    data = prepare_job(RECIPE[mode], same_machine=True).model_dump(mode="json", exclude_unset=True)
+    own = {"trainer.mode": mode, "timeouts.hang_s": hang_s, "schedule.steps": steps}
+    return parse_job(changed(data, {**TINY, **EXACT, **own}))
 
 
 def changed(job: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,10 +69,6 @@ def changed(job: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
             part = part.setdefault(step, {})
         part[key] = value
     return job
-
-
-def shape_of(spec: JobSpec, spacing: int) -> Shape:
-    return Shape(spec.rollout.prompts_per_step, spec.rollout.group_size, spacing)
 
 
 def weights_hash(model: Path) -> str:

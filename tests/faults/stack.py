@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec
@@ -55,12 +56,12 @@ class ChaosStack:
 @contextlib.contextmanager
 def chaos_stack(directory: Path, spec: JobSpec, poison: Mapping[str, str], clocks: Clocks) -> Iterator[ChaosStack]:
     """Runs a stack for the length of the block. Raises StackError where a process does not start."""
-    os.environ[DEVICE] = "cpu"  # inherited by all: a machine with accelerators gives the same bits
     options = _options(directory, spec)
     state = StateDir(options.state_dir)
     control_file = state.path / "reward.json"
     Control(poison).write(control_file)
-    with state.lock(), SmallDisk(state.path / "jobs") as disk:
+    # Inherited by all processes: a machine with accelerators gives the same bits.
+    with patch.dict(os.environ, {DEVICE: "cpu"}), state.lock(), SmallDisk(state.path / "jobs") as disk:
         end_stack(state)
         plan, proxies = wired(plan_stack(options), control_file, clocks, broadcasts=spec.trainer.mode == "full")
         with _running(plan, state, proxies, options.hang_s) as stack:

@@ -19,7 +19,7 @@ from tests.faults.targets import identities
 @pytest.fixture(scope="module")
 def spec() -> JobSpec:
     """Steps of two groups of three."""
-    return make_job(None, "lora", 2, 8.0)
+    return make_job("lora", 2)
 
 
 def job(trained: int, **dropped: int) -> Job:

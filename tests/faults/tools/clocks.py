@@ -4,6 +4,9 @@ libfaketime is preloaded into a process and reads its offset from a file of that
 true. Without the library nothing is preloaded and no clock can be skewed. Three kinds of process never have it: Redis,
 whose allocator does not start under it; trainers, and rollouts that take broadcasts, because Python's time.sleep, which
 they use, fails under libfaketime where the monotonic clock is true.
+
+The library is preloaded by LD_PRELOAD, so a process with a clock must be started by exec: a fork of a running process
+keeps the true clock.
 """
 
 from __future__ import annotations

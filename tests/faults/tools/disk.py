@@ -29,10 +29,6 @@ class SmallDisk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Unmounts it; also one that a killed run left."""
         if os.path.ismount(self.folder):
             subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
 

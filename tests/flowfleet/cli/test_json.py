@@ -23,7 +23,6 @@ ELSEWHERE = {
     "doctor",
     "up",
     "demo",
-    "chaos",
     "track",
     "export",
     "push",

@@ -211,6 +211,10 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
         (["up", "--rollout-devices", "99", "--port", "0"], "accelerator 99 is asked for, but this machine has"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
+        (
+            ["chaos", "--faults", "100"],
+            "`flowfleet chaos` was removed: run `pytest tests/e2e/test_chaos.py` in a clone",
+        ),
     ],
 )
 def test_mistakes_are_told_in_words(run: Run, job_file: Path, words: list[str], message: str) -> None:
@@ -322,19 +326,6 @@ def test_the_surface_is_what_users_know() -> None:
         ],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
-        "chaos": [
-            "--faults",
-            "--hang-s",
-            "--job",
-            "--kinds",
-            "--markdown",
-            "--mode",
-            "--reference",
-            "--report",
-            "--seed",
-            "--spacing",
-            "--state-dir",
-        ],
         "submit": ["--ca", "--check", "--dry-run", "--follow", "--from", "--idempotency-key", "--set", "--url"],
         "plan": ["--device-memory", "--set", "--text-tokens"],
         "jobs": ["--ca", "--limit", "--status", "--url"],
