@@ -1,4 +1,3 @@
-# Generated from aio/client.py by docs/generate/client.py: change that file.
 """The Python client of Flowfleet: all that the command line does, and nothing that it cannot.
 
     with Client() as client:
@@ -7,289 +6,103 @@
             print(event.type, event.data)
         print(client.job(job.id).results)
 
-Every call raises `ApiError`, in the API's own words, when the call is rejected or no controller answers. If a
-controller that answered before is unreachable, calls are retried for a few seconds. Every call may be repeated, submits
-too, since each carries an Idempotency-Key.
+Each method is that of `AsyncClient`, whose docstrings describe them; iterators ask the controller as they are read.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Self
 
 import httpx
 
-from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
-from flowfleet.client.download import download
-from flowfleet.client.frames import metrics_frame, picture, samples_frame
-from flowfleet.client.transport import Query
-from flowfleet.client.types import (
-    ApiError,
-    Checkpoint,
-    Fleet,
-    Job,
-    JobEvent,
-    MetricsRow,
-    Rewards,
-    Sample,
-    Upload,
-    read,
-)
-from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
-from flowfleet.client.voting import Voting
-from flowfleet.filesystem import filesystem_id
-from flowfleet.job.files import find_job_file, prepare_job
-from flowfleet.job.model_files import ModelManifest
-from flowfleet.job.spec import JobSpec
-from flowfleet.prompts.uploads import name_of
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-    from PIL.Image import Image
+from flowfleet.client.asynchronous import AsyncClient
+from flowfleet.client.connection import TIMEOUT_S
+from flowfleet.client.portal import blocking, each, iterating, run
+from flowfleet.client.types import Sample
 
 
-class Client(Voting):
-    """One connection pool, closed at the end of an `with` block. Without a URL it is that of FLOWFLEET_URL, else
+class Client:
+    """One connection pool, closed at the end of a `with` block. Without a URL it is that of FLOWFLEET_URL, else
     of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
-    the system's.
+    the system's. `transport` is for tests.
     """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        ca: Path | str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.asynchronous = AsyncClient(url, api_key, ca=ca, timeout_s=timeout_s, transport=transport)
+        self.url, self.has_key = self.asynchronous.url, self.asynchronous.has_key
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    close = blocking(AsyncClient.aclose)
+
+    @property
+    def on_this_machine(self) -> bool:
+        """The controller is reached by loopback."""
+        return self.asynchronous.on_this_machine
 
     @property
     def same_files(self) -> bool:
-        """Whether the controller sees the files of this process. Asks it, for loopback may be a forwarded port."""
-        return self.on_this_machine and (self.version()).get("filesystem") == filesystem_id()
+        """The controller sees the files of this process. Asks it, for loopback may be a forwarded port."""
+        return run(self.asynchronous.same_files)
 
-    # -- jobs ----------------------------------------------------------------------------------------------------
+    submit = blocking(AsyncClient.submit)
+    upload = blocking(AsyncClient.upload)
+    jobs = iterating(AsyncClient.jobs)
+    job = blocking(AsyncClient.job)
+    find = blocking(AsyncClient.find)
+    cancel = blocking(AsyncClient.cancel)
+    pause = blocking(AsyncClient.pause)
+    resume = blocking(AsyncClient.resume)
+    finish = blocking(AsyncClient.finish)
+    extend = blocking(AsyncClient.extend)
+    delete = blocking(AsyncClient.delete)
+    wait = blocking(AsyncClient.wait)
 
-    def submit(
-        self,
-        job: JobSpec | Mapping[str, Any] | Path | str,
-        idempotency_key: str | None = None,
-        *,
-        file: Path | None = None,
-    ) -> Job:
-        """Queues a job: a spec, a mapping, or a job file. The same key with the same job gives the first one.
+    rewards = blocking(AsyncClient.rewards)
+    change_rewards = blocking(AsyncClient.change_rewards)
+    wait_for_rewards = blocking(AsyncClient.wait_for_rewards)
 
-        A controller that sees other files than this process gets uploads of the data files that it cannot read and that
-        lie here: in the current directory, or in the job file's (`file`: of a spec) or one above."""
-        if isinstance(job, Path | str):
-            file = find_job_file(Path(job))
-            job = prepare_job(file, same_machine=self.same_files)
-        body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
-        headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
-        try:
-            return self._submit(body, headers)
-        except ApiError as error:
-            if error.status != httpx.codes.UNPROCESSABLE_ENTITY or self.same_files:
-                raise
-            folders = [Path.cwd(), *(file.resolve().parents if file else ())]
-            files = files_to_upload(body, error.problems, folders)
-            if not files:
-                raise
-        places = {setting: self.upload(path) for setting, path in files.items()}
-        return self._submit(with_places(body, places), headers)
-
-    def upload(self, path: Path | str) -> str:
-        """Sends a prompt file to the controller. Returns how a job names it in `data.train`, `data.validation` or a
-        source, as `upload:SHA256/NAME`. Media that its prompts name are not sent."""
-        path = Path(path)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder: upload one file, such as .parquet")
-        url = f"/v1/uploads/{digest_of(path)}/{name_of(path)}"
-        headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
-        return read(Upload, (self._call("PUT", url, content=Pieces(path), headers=headers)).json()).place
-
-    def _submit(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Job:
-        return read(Job, (self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
-
-    def jobs(self, status: str | None = None) -> Iterator[Job]:
-        """All jobs, or those of one status, newest first."""
-        return self._pages("/v1/jobs", Job, {"status": status} if status else {})
-
-    def job(self, job_id: str) -> Job:
-        return read(Job, (self._get(f"/v1/jobs/{job_id}")).json())
-
-    def find(self, which: str) -> Job:
-        """The job that is meant: by its id, the start of one, or its name, of which the newest job is taken; "last" is
-        the newest job of all. ApiError (404, 409) where there is none, or more than one id starts so."""
-        if len(which) == len(str(uuid.UUID(int=0))):
-            return self.job(which)
-        named: Job | None = None
-        found: list[Job] = []
-        for job in self.jobs():  # newest first
-            if which == "last":
-                return job
-            if job.id.startswith(which):
-                found.append(job)
-            elif named is None and job.name == which:
-                named = job
-        if named is None and len(found) > 1:
-            raise ApiError(409, f"{len(found)} jobs start with {which!r}: {', '.join(job.id for job in found[:5])}")
-        if found or named:
-            return named or found[0]
-        raise ApiError(
-            404, f"no job has the id or name {which!r}, or an id that starts so; `flowfleet jobs` lists them"
-        )
-
-    def cancel(self, job_id: str) -> Job:
-        return self._act(job_id, "cancel")
-
-    def pause(self, job_id: str) -> Job:
-        return self._act(job_id, "pause")
-
-    def resume(self, job_id: str) -> Job:
-        return self._act(job_id, "resume")
-
-    def finish(self, job_id: str) -> Job:
-        """Ends a job after the steps that are done, with its last validation, checkpoint and model."""
-        return self._act(job_id, "finish")
-
-    def extend(self, job_id: str, steps: int) -> Job:
-        """Gives a job that has not ended `steps` training steps in all."""
-        return read(Job, (self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps})).json())
-
-    def delete(self, job_id: str) -> Job:
-        """Asks for an ended job to be removed with its history, after it is archived where the controller has an
-        archive. ApiError (409) while it has not ended. `flowfleet.client.archive.Archive` reads archives."""
-        return read(Job, (self._call("DELETE", f"/v1/jobs/{job_id}")).json())
-
-    def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        """Returns when the job has ended. TimeoutError after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not (job := self.job(job_id)).ended:
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"job {job_id} is still {job.status} after {timeout_s} s")
-            time.sleep(POLL_S)
-        return job
-
-    # -- its rewards ---------------------------------------------------------------------------------------------
-
-    def rewards(self, job_id: str) -> Rewards:
-        """Returns a job's rewards with their history, and how its shadows compare."""
-        return read(Rewards, (self._get(f"/v1/jobs/{job_id}/rewards")).json())
-
-    def change_rewards(
-        self,
-        job_id: str,
-        *,
-        set: Mapping[str, Mapping[str, Any]] | None = None,
-        shadow: Mapping[str, Mapping[str, Any]] | None = None,
-        promote: Sequence[str] = (),
-        remove: Sequence[str] = (),
-        revision: int | None = None,
-    ) -> Rewards:
-        """Asks for other rewards from the first step on that is not open yet (docs/rewards.md). `revision`: what the
-        change builds on; none: the newest. ApiError 409 when somebody else changed them meanwhile."""
-        newest = (self.rewards(job_id)).revision if revision is None else revision
-        parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}
-        body = {"revision": newest, **parts}
-        return read(Rewards, (self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body)).json())
-
-    def wait_for_rewards(self, job_id: str, revision: int, timeout_s: float | None = None) -> Rewards:
-        """Returns when a revision, or a newer one, is what the next step will have. TimeoutError after `timeout_s`,
-        ApiError (409) when the job ended before."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (job := self.job(job_id)).rewards.active.number < revision:
-            if job.ended:
-                raise ApiError(409, f"the job has {job.status} before its rewards changed")
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"revision {revision} has not taken effect after {timeout_s:g} s")
-            time.sleep(POLL_S)
-        return self.rewards(job_id)
-
-    # -- what a job leaves ---------------------------------------------------------------------------------------
-
-    def events(self, job_id: str, after: str | None = None) -> Iterator[JobEvent]:
-        """Events as they happen, from the first or the next after an id, until the job has ended.
-
-        Resumes after a broken connection; raises ApiError if the controller stays unreachable.
-        """
-        failures = 0
-        while True:
-            try:
-                for event in self._stream(f"/v1/jobs/{job_id}/events", after):
-                    after, failures = event.id, 0
-                    yield event
-                    if event.final:
-                        return
-                if (self.job(job_id)).ended:
-                    return  # its last event was seen before, or is no longer kept
-            except httpx.TransportError as error:
-                if failures == len(RETRY_DELAYS_S) or not self._reached:
-                    raise unreachable(self.url, error) from None
-            except ApiError as error:
-                if error.status not in AWAY or failures == len(RETRY_DELAYS_S):
-                    raise
-            time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
-            failures += 1
-
-    def metrics(self, job_id: str, after: int = -1) -> Iterator[MetricsRow]:
-        """One row a step, ascending, of the steps after one."""
-        return self._pages(f"/v1/jobs/{job_id}/metrics", MetricsRow, {"cursor": after} if after >= 0 else {})
-
-    def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
-        return self._pages(f"/v1/jobs/{job_id}/checkpoints", Checkpoint, {})
+    events = iterating(AsyncClient.events)
+    metrics = iterating(AsyncClient.metrics)
+    checkpoints = iterating(AsyncClient.checkpoints)
+    media = blocking(AsyncClient.media)
+    image = blocking(AsyncClient.image)
+    metrics_frame = blocking(AsyncClient.metrics_frame)
+    samples_frame = blocking(AsyncClient.samples_frame)
 
     def samples(
         self, job_id: str, *, purpose: str = "train", step: int | None = None, order: str = "newest"
     ) -> Iterator[Sample]:
         """Samples with prompts and scores, whose `image()` gives the picture; `order`: newest, oldest, best, worst."""
-        query: Query = {"purpose": purpose, "order": order}
-        if step is not None:
-            query["step"] = step
-        for sample in self._pages(f"/v1/jobs/{job_id}/samples", Sample, query):
+        for sample in each(self.asynchronous.samples(job_id, purpose=purpose, step=step, order=order)):
             yield sample.showing(partial(self.image, job_id, sample))
 
-    def media(self, job_id: str, sample: Sample) -> bytes:
-        """The encoded picture of a sample."""
-        place = f"{sample.step}/{sample.group}/{sample.index}"
-        return (self._get(f"/v1/jobs/{job_id}/samples/{place}/media", {"purpose": sample.purpose})).content
+    model = blocking(AsyncClient.model)
+    download_model = blocking(AsyncClient.download_model)
 
-    def image(self, job_id: str, sample: Sample) -> Image:
-        """The decoded picture of a sample, RGB. ValueError for a video, whose file `media` gives."""
-        return picture(self.media(job_id, sample), sample.media_type)
+    fleet = blocking(AsyncClient.fleet)
+    version = blocking(AsyncClient.version)
 
-    def metrics_frame(self, job_id: str) -> DataFrame:
-        """A pandas DataFrame of a job's metrics: a row a step, a column a metric. ValueError without pandas."""
-        return metrics_frame(list(self.metrics(job_id)))
-
-    def samples_frame(self, job_id: str, *, purpose: str = "train", step: int | None = None) -> DataFrame:
-        """A pandas DataFrame of a job's samples, oldest first, with a column `scores.NAME` for each score."""
-        samples = self.samples(job_id, purpose=purpose, step=step, order="oldest")
-        return samples_frame(list(samples))
-
-    # -- its model ---------------------------------------------------------------------------------------------------
-
-    def model(self, job_id: str, step: int | None = None) -> ModelManifest:
-        """What a job's model is: of a kept checkpoint's step, else the one that was trained longest."""
-        query: Query = {} if step is None else {"step": step}
-        return ModelManifest.model_validate((self._get(f"/v1/jobs/{job_id}/model", query)).json())
-
-    def download_model(self, job_id: str, directory: Path | str, step: int | None = None) -> ModelManifest:
-        """Writes a job's model to a folder and checks every file; resumes an earlier download.
-
-        Raises ValueError for a folder that holds something else. Raises ApiError as every call does, also for a file
-        that arrived damaged."""
-
-        def fetch(name: str, crc32: str) -> AbstractContextManager[Iterator[bytes]]:
-            query: Query = {"crc32": crc32} if step is None else {"crc32": crc32, "step": step}
-            return self._bytes(f"/v1/jobs/{job_id}/model/files/{quote(name)}", query)
-
-        return download(lambda: self.model(job_id, step), fetch, Path(directory))
-
-    # -- the fleet -----------------------------------------------------------------------------------------------
-
-    def fleet(self) -> Fleet:
-        return read(Fleet, (self._get("/v1/fleet")).json())
-
-    def version(self) -> dict[str, Any]:
-        return dict((self._get("/v1/version")).json())
-
-    def _act(self, job_id: str, action: str) -> Job:
-        return read(Job, (self._call("POST", f"/v1/jobs/{job_id}/{action}")).json())
+    next_votes = blocking(AsyncClient.next_votes)
+    vote = blocking(AsyncClient.vote)
+    side = blocking(AsyncClient.side)
+    ask_votes = blocking(AsyncClient.ask_votes)
+    votes = iterating(AsyncClient.votes)
+    vote_report = blocking(AsyncClient.vote_report)
+    preferences = blocking(AsyncClient.preferences)
+    export_preferences = blocking(AsyncClient.export_preferences)

@@ -1,4 +1,3 @@
-# Generated from aio/download.py by docs/generate/client.py: change that file.
 """Brings a model to a folder of this machine: file by file, each under another name until its CRC-32 is right.
 
 `.flowfleet-download` marks a folder whose download has not ended, so that the same command resumes it. The
@@ -7,10 +6,10 @@ manifest is written last. A folder that holds anything else is left alone.
 
 from __future__ import annotations
 
-import time
+import asyncio
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
@@ -24,35 +23,35 @@ AGAIN: Final = (0, 404, 409, 502, 503, 504)
 """Statuses of an unreachable controller, or of a model that was replaced by a newer one."""
 _PIECE: Final = 2**20
 
-Fetch = Callable[[str, str], AbstractContextManager[Iterator[bytes]]]
+Fetch = Callable[[str, str], AbstractAsyncContextManager[AsyncIterator[bytes]]]
 """(name, CRC-32) → the file's bytes."""
 
 
-def download(ask: Callable[[], ModelManifest], fetch: Fetch, folder: Path) -> ModelManifest:
+async def download(ask: Callable[[], Awaitable[ModelManifest]], fetch: Fetch, folder: Path) -> ModelManifest:
     """`ask` gives the manifest. A model that is replaced meanwhile starts again, as does a file whose transfer
     broke."""
     for number in range(TRIES):
-        manifest = ask()
+        manifest = await ask()
         try:
-            _fill(folder, manifest, fetch)
+            await _fill(folder, manifest, fetch)
         except ApiError as error:
             if error.status not in AGAIN or number == TRIES - 1:
                 raise
-            time.sleep(DELAY_S)
+            await asyncio.sleep(DELAY_S)
         else:
             return manifest
     raise AssertionError("the last try returns or raises")
 
 
-def _fill(folder: Path, manifest: ModelManifest, fetch: Fetch) -> None:
+async def _fill(folder: Path, manifest: ModelManifest, fetch: Fetch) -> None:
     names = {name: check_name(name) for name in manifest.files}
-    if _is_whole(folder, manifest):
+    if await asyncio.to_thread(_is_whole, folder, manifest):
         return
     _take(folder, manifest)
     for name, file in manifest.files.items():
         path = folder / names[name]
-        if not _is_file(path, file):
-            _write(path, name, file, fetch)
+        if not await asyncio.to_thread(_is_file, path, file):
+            await _write(path, name, file, fetch)
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / MARK).unlink(missing_ok=True)
 
@@ -84,17 +83,18 @@ def _is_file(path: Path, file: ModelFile) -> bool:
     return f"{digest:08x}" == file.crc32
 
 
-def _write(path: Path, name: str, file: ModelFile, fetch: Fetch) -> None:
+async def _write(path: Path, name: str, file: ModelFile, fetch: Fetch) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
     digest = size = 0
-    with fetch(name, file.crc32) as pieces, aside.open("wb") as opened:
-        for piece in pieces:
-            size += len(piece)
-            if size > file.size_bytes:
-                break
-            digest = zlib.crc32(piece, digest)
-            opened.write(piece)
+    async with fetch(name, file.crc32) as pieces:
+        with aside.open("wb") as opened:
+            async for piece in pieces:
+                size += len(piece)
+                if size > file.size_bytes:
+                    break
+                digest = zlib.crc32(piece, digest)
+                opened.write(piece)
     if (size, f"{digest:08x}") != (file.size_bytes, file.crc32):
         aside.unlink()
         raise ApiError(502, f"{name} arrived damaged: {size} bytes with the CRC-32 {digest:08x}, not {file.crc32}")

@@ -1,11 +1,10 @@
-# Generated from aio/transport.py by docs/generate/client.py: change that file.
 """Requests to the REST API: retries while a controller is unreachable, pages, events, bodies as they come."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -32,8 +31,8 @@ T = TypeVar("T", bound=Answer)
 Query = dict[str, str | int]
 
 
-class Transport:
-    """One connection pool, closed at the end of an `with` block. `transport` is for tests."""
+class AsyncTransport:
+    """One connection pool, closed at the end of an `async with` block. `transport` is for tests."""
 
     def __init__(
         self,
@@ -42,12 +41,12 @@ class Transport:
         *,
         ca: Path | str | None = None,
         timeout_s: float = TIMEOUT_S,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = controller_url(url)
         key = key_of(api_key)
         self.has_key = bool(key)
-        self._http = httpx.Client(
+        self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
@@ -57,40 +56,40 @@ class Transport:
         )
         self._reached = False
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        await self.aclose()
 
-    def close(self) -> None:
-        self._http.close()
+    async def aclose(self) -> None:
+        await self._http.aclose()
 
     @property
     def on_this_machine(self) -> bool:
         """Whether the controller is reached by loopback."""
         return is_loopback(self.url)
 
-    def _get(self, path: str, query: Query | None = None) -> httpx.Response:
-        return self._call("GET", path, params=query or {})
+    async def _get(self, path: str, query: Query | None = None) -> httpx.Response:
+        return await self._call("GET", path, params=query or {})
 
-    def _pages(self, path: str, kind: type[T], query: Query) -> Iterator[T]:
+    async def _pages(self, path: str, kind: type[T], query: Query) -> AsyncIterator[T]:
         query = {**query, "limit": PAGE_SIZE}
         while True:
-            page = (self._get(path, query)).json()
+            page = (await self._get(path, query)).json()
             for item in page["items"]:
                 yield read(kind, item)
             if not page.get("next_cursor"):
                 return
             query["cursor"] = page["next_cursor"]
 
-    def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
+    async def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
         """Sends one request; retries while a controller that answered before is unreachable."""
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
-                response = self._http.request(method, path, **parts)
+                response = await self._http.request(method, path, **parts)
             except httpx.TransportError as error:
                 if delay_s is None or not self._reached:
                     raise unreachable(self.url, error) from None
@@ -99,29 +98,29 @@ class Transport:
                 if response.status_code not in AWAY or delay_s is None:
                     return checked(response)
             assert delay_s is not None
-            time.sleep(delay_s)
+            await asyncio.sleep(delay_s)
         raise AssertionError("the last try returns or raises")
 
-    def _stream(self, path: str, after: str | None) -> Iterator[JobEvent]:
+    async def _stream(self, path: str, after: str | None) -> AsyncIterator[JobEvent]:
         headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
         timeout = httpx.Timeout(TIMEOUT_S, read=STREAM_SILENCE_S)
-        with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+        async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
             self._reached = True
             if response.is_error:
-                response.read()
+                await response.aread()
             checked(response)
             parser = EventParser()
-            for text in response.iter_text():
+            async for text in response.aiter_text():
                 for event in parser.feed(text):
                     yield read(JobEvent, event.data)
 
-    @contextmanager
-    def _bytes(self, path: str, query: Query) -> Iterator[Iterator[bytes]]:
+    @asynccontextmanager
+    async def _bytes(self, path: str, query: Query) -> AsyncIterator[AsyncIterator[bytes]]:
         """The body of an answer as it comes."""
         try:
-            with self._http.stream("GET", path, params=query) as response:
+            async with self._http.stream("GET", path, params=query) as response:
                 if response.is_error:
-                    response.read()
-                yield checked(response).iter_bytes()
+                    await response.aread()
+                yield checked(response).aiter_bytes()
         except httpx.TransportError as error:
             raise unreachable(self.url, error) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,10 @@ class Pieces:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __iter__(self) -> Iterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         with self._path.open("rb") as file:
             while piece := file.read(_PIECE):
                 yield piece
-
-
-class AsyncPieces:
-    """The same for an asynchronous client."""
-
-    def __init__(self, path: Path) -> None:
-        self._pieces = Pieces(path)
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
-            yield piece
 
 
 def digest_of(path: Path) -> str:

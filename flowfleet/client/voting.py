@@ -1,16 +1,16 @@
-# Generated from aio/voting.py by docs/generate/client.py: change that file.
 """The client's part for people's votes: pairs to vote on, votes, what they come to, and preferences made of them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 
-from flowfleet.client.transport import Query, Transport
+from flowfleet.client.transport import AsyncTransport, Query
 from flowfleet.client.types import ApiError, read
 from flowfleet.client.votes import (
     Asked,
@@ -27,51 +27,51 @@ from flowfleet.client.votes import (
 )
 
 
-class Voting(Transport):
-    def next_votes(self, job_id: str, voter: str = "", count: int = 4) -> VoteQueue:
+class AsyncVoting(AsyncTransport):
+    async def next_votes(self, job_id: str, voter: str = "", count: int = 4) -> VoteQueue:
         """Pairs for a voter, the first to show first. `voter` counts where the API key names no person."""
         query: Query = {"count": count, "voter": voter}
-        return read(VoteQueue, (self._get(f"/v1/jobs/{job_id}/votes/next", query)).json())
+        return read(VoteQueue, (await self._get(f"/v1/jobs/{job_id}/votes/next", query)).json())
 
-    def vote(self, job_id: str, pair: VotePair, choice: Choice, voter: str = "") -> Vote:
+    async def vote(self, job_id: str, pair: VotePair, choice: Choice, voter: str = "") -> Vote:
         """Votes on a pair. ApiError (404, 409) where its group takes no votes any more."""
         sides = {"left": pair.left.index, "right": pair.right.index}
         body = {"step": pair.step, "group": pair.group, **sides, "choice": choice, "voter": voter}
         body["id"] = str(uuid.uuid4())
-        return read(Vote, (self._call("POST", f"/v1/jobs/{job_id}/votes", json=body)).json())
+        return read(Vote, (await self._call("POST", f"/v1/jobs/{job_id}/votes", json=body)).json())
 
-    def side(self, side: VoteSide) -> bytes:
+    async def side(self, side: VoteSide) -> bytes:
         """The encoded picture or video of one side."""
-        return (self._get(side.media)).content
+        return (await self._get(side.media)).content
 
-    def ask_votes(self, job_id: str, step: int, group: int, asked: Asked) -> VoteGroup:
+    async def ask_votes(self, job_id: str, step: int, group: int, asked: Asked) -> VoteGroup:
         """Asks people for votes on a group whose samples have no scores yet, and returns the votes so far."""
         url, body = f"/v1/jobs/{job_id}/votes/groups/{step}/{group}", asked.model_dump(mode="json")
-        return read(VoteGroup, (self._call("PUT", url, json=body)).json())
+        return read(VoteGroup, (await self._call("PUT", url, json=body)).json())
 
-    def votes(self, job_id: str) -> Iterator[VoteGroup]:
+    def votes(self, job_id: str) -> AsyncIterator[VoteGroup]:
         """Groups with their votes, by step and group."""
         return self._pages(f"/v1/jobs/{job_id}/votes", VoteGroup, {})
 
-    def vote_report(self, job_id: str) -> VoteReport:
+    async def vote_report(self, job_id: str) -> VoteReport:
         """How far voters agree with themselves, with one another and with the job's other rewards."""
-        return read(VoteReport, (self._get(f"/v1/jobs/{job_id}/votes/report")).json())
+        return read(VoteReport, (await self._get(f"/v1/jobs/{job_id}/votes/report")).json())
 
-    def preferences(self, job_id: str) -> list[Preference]:
+    async def preferences(self, job_id: str) -> list[Preference]:
         """Pairs that most votes decide, by step and group."""
-        lines = (self._get(f"/v1/jobs/{job_id}/votes/preferences")).text.splitlines()
+        lines = (await self._get(f"/v1/jobs/{job_id}/votes/preferences")).text.splitlines()
         return [read(Preference, line) for line in lines]
 
-    def export_preferences(self, job_id: str, directory: Path | str) -> Exported:
+    async def export_preferences(self, job_id: str, directory: Path | str) -> Exported:
         """Writes `preferences.jsonl` and its pictures, which a job with `algorithm.name = "dpo"` takes as `data.train`.
 
         Leaves pairs out whose pictures are no longer kept."""
         folder, lines, left_out = Path(directory), list[str](), 0
-        for one in self.preferences(job_id):
+        for one in await self.preferences(job_id):
             names = {column: one.file_of(side) for column, side in one.sides.items()}
             try:
                 for column, side in one.sides.items():
-                    keep(folder / names[column], self.side(side))
+                    await asyncio.to_thread(keep, folder / names[column], await self.side(side))
             except ApiError as error:
                 if error.status != httpx.codes.NOT_FOUND:
                     raise
@@ -79,5 +79,5 @@ class Voting(Transport):
             else:
                 lines.append(json.dumps({"prompt": one.prompt, **names}, ensure_ascii=False) + "\n")
         file = folder / "preferences.jsonl"
-        keep(file, "".join(lines).encode())
+        await asyncio.to_thread(keep, file, "".join(lines).encode())
         return Exported(file=file, pairs=len(lines), left_out=left_out)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from flowfleet.client.aio.client import AsyncClient
+from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.client.types import ApiError
 from flowfleet.client.votes import MAX_WANTED, Asked, Vote, VoteGroup, VoteSample, counted
 from flowfleet.errors import Unavailable

@@ -1,13 +1,15 @@
-"""The asynchronous client against a real controller, and that the synchronous one is made of it."""
+"""The asynchronous client against a real controller, and how the synchronous one runs it."""
 
 import asyncio
 import hashlib
+import inspect
+import multiprocessing
+import threading
 from pathlib import Path
 
 import pytest
 
-from docs.generate import client as generator
-from flowfleet.client import ApiError, AsyncClient
+from flowfleet.client import ApiError, AsyncClient, Client
 from flowfleet.client.types import JobStatus
 from flowfleet.job.model_files import read_manifest
 from services.controller.store.jobs import JobStore
@@ -18,9 +20,54 @@ from tests.models_on_disk import write_model
 WEIGHTS = bytes(range(256)) * 20_000
 
 
-@pytest.mark.parametrize("name", generator.NAMES)
-def test_the_synchronous_client_is_up_to_date(name: str) -> None:
-    assert (generator.FOLDER / name).read_text() == generator.synchronous(name), "run `make docs`"
+def test_the_synchronous_client_has_every_method_with_the_same_parameters() -> None:
+    def methods(client: type) -> dict[str, list[inspect.Parameter]]:
+        public = inspect.getmembers(client, lambda member: inspect.isfunction(member) or isinstance(member, property))
+        return {
+            name: [] if isinstance(member, property) else [*inspect.signature(member).parameters.values()]
+            for name, member in public
+            if not name.startswith("_")
+        }
+
+    wanted = methods(AsyncClient)
+    wanted["close"] = wanted.pop("aclose")
+    assert methods(Client) == wanted
+    assert [*inspect.signature(Client).parameters] == [*inspect.signature(AsyncClient).parameters]
+
+
+def test_an_iterator_that_is_left_early_ends_its_request(api_url: str, tmp_path: Path) -> None:
+    with Client(api_url) as client:
+        job = client.submit(job_settings(tmp_path))
+        events = client.events(job.id)
+        assert next(events).type == "status"
+        del events  # its request would last until the job ends
+        assert [one.id for one in client.jobs()] == [job.id]
+
+
+def test_a_fork_has_a_client_of_its_own(api_url: str) -> None:
+    with Client(api_url) as client:
+        before = client.version()
+    fork = multiprocessing.get_context("fork").Process(target=_version_is, args=(api_url, before))
+    fork.start()
+    fork.join(30)
+    assert fork.exitcode == 0
+
+
+def _version_is(url: str, expected: dict[str, str]) -> None:
+    with Client(url) as client:
+        assert client.version() == expected
+
+
+def test_threads_share_a_client(api_url: str, tmp_path: Path) -> None:
+    with Client(api_url) as client:
+        threads = [
+            threading.Thread(target=client.submit, args=(job_settings(tmp_path, seed=seed),)) for seed in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(job.spec["seed"] for job in client.jobs()) == [0, 1, 2, 3]
 
 
 @pytest.mark.anyio

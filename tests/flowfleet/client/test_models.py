@@ -1,12 +1,13 @@
 """A model brought to another folder: from a real controller process, checked, merged into its base, and pushed."""
 
+import asyncio
 import http.server
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,21 +88,27 @@ def test_a_download_goes_on_after_its_client_was_killed(client: Client, job: tup
     """Its mark tells whose the folder is."""
     manifest = client.model(job[0])
 
-    @contextmanager
-    def killed(name: str, crc32: str) -> Iterator[Iterator[bytes]]:
+    async def ask() -> ModelManifest:
+        return manifest
+
+    @asynccontextmanager
+    async def killed(name: str, crc32: str) -> AsyncIterator[AsyncIterator[bytes]]:
         raise KeyboardInterrupt
-        yield iter(())
+        yield
 
     with pytest.raises(KeyboardInterrupt):
-        download(lambda: manifest, killed, tmp_path / "here")
+        asyncio.run(download(ask, killed, tmp_path / "here"))
     assert (tmp_path / "here" / MARK).is_file()
     client.download_model(job[0], tmp_path / "here")
     assert not (tmp_path / "here" / MARK).exists()
 
 
 def test_a_hostile_manifest_writes_nowhere_else(tmp_path: Path) -> None:
-    def fetch(name: str, crc32: str) -> AbstractContextManager[Iterator[bytes]]:
+    def fetch(name: str, crc32: str) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         raise AssertionError("nothing is fetched")
+
+    async def ask() -> ModelManifest:
+        return manifest
 
     for name in ("../x", "/etc/x", "a/../../x", "a\\..\\x", "", ".", "a//b", "C:/x", "a\nb", "./a"):
         with pytest.raises(ValueError, match="not a plain path"):
@@ -111,7 +118,7 @@ def test_a_hostile_manifest_writes_nowhere_else(tmp_path: Path) -> None:
             | {"files": {name: {"size_bytes": 1, "crc32": "00000000"}}}
         )
         with pytest.raises(ValueError, match="not a plain path"):
-            download(lambda manifest=manifest: manifest, fetch, tmp_path / "here")  # type: ignore[misc]
+            asyncio.run(download(ask, fetch, tmp_path / "here"))
     assert not (tmp_path / "here").exists()
 
 

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from flowfleet.client.aio.client import AsyncClient
+from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.client.votes import Choice, Vote
 from flowfleet.errors import Unavailable
 from flowfleet.rewards.requests import EncodedSample

@@ -25,11 +25,10 @@ from urllib.parse import quote
 
 import httpx
 
-from flowfleet.client.aio.download import download
-from flowfleet.client.aio.transport import Query
-from flowfleet.client.aio.voting import AsyncVoting
 from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
+from flowfleet.client.download import download
 from flowfleet.client.frames import metrics_frame, picture, samples_frame
+from flowfleet.client.transport import Query
 from flowfleet.client.types import (
     ApiError,
     Checkpoint,
@@ -42,7 +41,8 @@ from flowfleet.client.types import (
     Upload,
     read,
 )
-from flowfleet.client.uploading import AsyncPieces, digest_of, files_to_upload, with_places
+from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
+from flowfleet.client.voting import AsyncVoting
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.files import find_job_file, prepare_job
 from flowfleet.job.model_files import ModelManifest
@@ -103,7 +103,7 @@ class AsyncClient(AsyncVoting):
             raise ValueError(f"{path} is a folder: upload one file, such as .parquet")
         url = f"/v1/uploads/{await asyncio.to_thread(digest_of, path)}/{name_of(path)}"
         headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
-        return read(Upload, (await self._call("PUT", url, content=AsyncPieces(path), headers=headers)).json()).place
+        return read(Upload, (await self._call("PUT", url, content=Pieces(path), headers=headers)).json()).place
 
     async def _submit(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Job:
         return read(Job, (await self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
