@@ -15,9 +15,8 @@ CODE := flowfleet services recipes bench deploy examples tests
 LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \
 	tests/flowfleet/cli/test_main.py tests/services tests/e2e/test_loop.py
 # What writes the generated parts of the docs and the chart. Pages of learning runs are not here: they need the runs.
-DOCS := docs.generate.algorithms docs.generate.papers docs.generate.metrics docs.generate.models docs.generate.settings \
-	docs.generate.limits docs.generate.scorers docs.generate.trust examples.quotes bench.performance \
-	deploy.helm.values_table
+DOCS := docs.generate.algorithms docs.generate.metrics docs.generate.models docs.generate.settings \
+	docs.generate.scorers examples.quotes bench.performance
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

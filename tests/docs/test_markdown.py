@@ -5,15 +5,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from docs.generate import algorithms as tables
-from docs.generate import limits as limit_tables
 from docs.generate import metrics as metric_tables
 from docs.generate import scorers as scorer_tables
-from docs.generate import trust as trust_tables
 from docs.generate.markdown import outdated, replaced, rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.spec import AlgorithmPart, parse_job
+from services.controller.limits import Limits
+from services.controller.retention.keep import Keep
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / tables.PAGE
@@ -31,16 +32,11 @@ def test_the_tables_of_what_services_export_are_up_to_date() -> None:
     assert outdated(ROOT / metric_tables.PAGE, metric_tables.parts()) == [], "run `make docs`"
 
 
-def test_the_tables_of_who_may_do_what_are_up_to_date() -> None:
-    assert outdated(trust_tables.PAGE, trust_tables.parts()) == [], "run `make docs`"
-    written = trust_tables.CHART_USERS.read_text(encoding="utf-8")
-    assert written == trust_tables.chart_users(), "run `make docs`"
-    written = trust_tables.CHART_SENTINEL_USERS.read_text(encoding="utf-8")
-    assert written == trust_tables.chart_sentinel_users(), "run `make docs`"
-
-
-def test_the_tables_of_limits_are_up_to_date() -> None:
-    assert outdated(ROOT / limit_tables.PAGE, limit_tables.parts()) == [], "run `make docs`"
+@pytest.mark.parametrize("owner", [Limits, Keep])
+def test_the_operations_page_has_each_limit_with_its_default(owner: type[BaseModel]) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    for name, field in owner.model_fields.items():
+        assert f"\n| `{name}` | `{str(field.default).removesuffix('.0')}` |" in text
 
 
 def test_the_tables_of_scorers_and_of_serve_are_up_to_date() -> None:

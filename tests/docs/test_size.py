@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-LIMIT = 19_000
+LIMIT = 19_500
 REFERENCE = frozenset({"algorithms.md", "metrics.md", "papers.md", "results.md", "settings.md"})
 """Pages around generated tables, which grow with what they list."""
 GENERATED = re.compile(r"<!-- generated: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from docs.generate.papers import FOLDER, read_recipes
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.setting_files import put, read_table
 from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.matrix.cases import reward_for, write_questions
+from tests.recipes.papers import FOLDER, read_recipes
 
 SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of sizes")
 

@@ -24,6 +24,7 @@ from flowfleet.redis import client as redis_client
 from flowfleet.redis import keys
 from flowfleet.redis import server as redis_server
 
+ROOT = Path(__file__).parents[3]
 KINDS = ("controller", "rollout", "trainer")
 JOB = "0193-job"
 
@@ -206,6 +207,14 @@ def test_printed_commands_make_the_same_users(server: Server) -> None:
 def _words(user: str) -> list[str]:
     """An entry of ACL LIST, whose words come in any order."""
     return sorted({*user.split()} - {"sanitize-payload"})
+
+
+def test_the_charts_redis_has_these_users() -> None:
+    folder = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "redis"
+    users = "".join(f"{kind} {redis_acl.user_rules(kind)}\n" for kind in redis_acl.RULES)
+    assert (folder / "users").read_text(encoding="utf-8") == users
+    sentinel_users = "".join(f"{kind} {redis_acl.sentinel_rules()}\n" for kind in redis_acl.RULES)
+    assert (folder / "sentinel-users").read_text(encoding="utf-8") == sentinel_users
 
 
 def test_the_kinds_are_those_that_connect() -> None:
