@@ -19,7 +19,7 @@ from services.controller.limits import Limits
 from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
 from services.controller.reading.places import Places, url_origin
-from services.controller.retention.keep import Keep
+from services.controller.retention.keep import REMOVED, Keep
 from services.controller.trainers.template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -256,6 +256,10 @@ def _named(flag: str, items: Sequence[str], made: type[BaseModel]) -> Any:
     found: dict[str, str] = {}
     for item in items:
         name, equals, value = item.partition("=")
+        if made is Keep and name in REMOVED:
+            raise ValueError(
+                f"--keep {name} was removed: an ended job stays whole until --keep days, jobs or gib removes it"
+            )
         if name not in made.model_fields or not equals:
             raise ValueError(f"--{flag} {item}: give NAME=VALUE, with NAME one of {', '.join(made.model_fields)}")
         if name in found:

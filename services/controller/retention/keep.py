@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from services.controller.store.removal import EndedJob
 
 DAY_S = 86_400.0
+REMOVED = frozenset({"detail_days", "events", "metrics", "samples"})
+"""Limits of the last release."""
 
 
 class Keep(BaseModel):
@@ -26,14 +28,6 @@ class Keep(BaseModel):
     gib: float = Field(default=16.0, ge=0.0, allow_inf_nan=False)
     """Most GiB of Redis that the histories of ended jobs take together; never more than half of what submits may
     fill."""
-    detail_days: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
-    """Time after a job's end from which only the next three numbers of it stay; its pictures go with its samples."""
-    events: int = Field(default=1000, ge=1)
-    """Newest events."""
-    metrics: int = Field(default=10_000, ge=0)
-    """Rows of metrics of the last steps."""
-    samples: int = Field(default=1000, ge=0)
-    """Newest samples, of training and of validation each."""
     refuse_above: float = Field(default=0.8, gt=0.0, le=1.0)
     """Share of Redis's memory above which submits are refused."""
     pause_above: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -72,8 +66,3 @@ def to_remove(jobs: Sequence[EndedJob], sizes: Mapping[str, int], keep: Keep, no
         gone[job_id] = f"was removed: ended jobs are kept up to {keep.gib:g} GiB"
         total -= sizes.get(job_id, 0)
     return gone
-
-
-def to_thin(jobs: Sequence[EndedJob], keep: Keep, now: float) -> list[str]:
-    """Jobs whose details have had their time."""
-    return [job.job_id for job in jobs if not job.thinned and now - job.ended_at > keep.detail_days * DAY_S]

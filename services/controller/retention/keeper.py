@@ -1,4 +1,4 @@
-"""Keeps Redis from growing for ever: archives, thins and removes jobs that have ended. The leader runs it.
+"""Keeps Redis from growing for ever: archives and removes jobs that have ended. The leader runs it.
 
 Each look goes from the store alone, and each step of it may be repeated, so a controller that dies in the middle is
 continued by the next one. All that is written is fenced by the leader's term. What goes is archived first, where the
@@ -8,7 +8,6 @@ operator has an archive; while that cannot be written nothing is removed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from flowfleet.redis import keys
 from flowfleet.redis.trouble import trouble
 from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
 from services.controller.retention.archiving import archive_job
-from services.controller.retention.keep import Keep, to_remove, to_thin
+from services.controller.retention.keep import Keep, to_remove
 from services.controller.retention.memory import Memory
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import LeaseLost
@@ -77,7 +76,7 @@ class Keeper:
             await asyncio.sleep(PERIOD_S)
 
     async def look(self) -> None:
-        """Archives, thins and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
+        """Archives and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
         that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
         await self._store.confirm()
         jobs = await self._store.ended()
@@ -85,15 +84,12 @@ class Keeper:
         now = self._clock()
         limit = await self._memory.limit() if self._memory else 0
         removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
-        thinned = set(to_thin(jobs, self._keep, now)) - removed.keys()
         for job in jobs:
             if not await self._archived(job):
                 continue
             if job.job_id in removed:
                 log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
                 await self._store.remove(job.job_id, removed[job.job_id])
-            elif job.job_id in thinned:
-                await self._thin(job.job_id)
         await self._clear()
         if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
             self._swept = now
@@ -127,13 +123,6 @@ class Keeper:
             return False
         await self._store.mark_archived(job.job_id, folder)
         return True
-
-    async def _thin(self, job_id: str) -> None:
-        keep = self._keep
-        with contextlib.suppress(ValueError):  # of a store that was configured before: its pictures expire there
-            await self._blobs.delete(await self._store.media_beyond(job_id, keep.samples))
-        await self._store.thin(job_id, keep.events, keep.metrics, keep.samples)
-        self._sizes.pop(job_id, None)
 
     async def _clear(self) -> None:
         left = await self._store.leftovers()

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from flowfleet.client.types import Desired, JobStatus, Purpose
@@ -37,7 +36,6 @@ class EndedJob:
     wanted_gone: bool
     """Its user asked to delete it."""
     archive: str
-    thinned: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Removal:
     _redis: Any
     _clock: Callable[[], float]
     _transaction: Callable[[Callable[[Any], Awaitable[Any]], str], Awaitable[Any]]
-    forget_credits: Callable[[str], Awaitable[None]]
 
     async def ended(self) -> list[EndedJob]:
         """All jobs that have ended, the one that ended first first."""
@@ -64,11 +61,11 @@ class Removal:
                 pipe.zrange(keys.jobs_with_status(status), 0, -1)
             ids = [job_id.decode() for row in await pipe.execute() for job_id in row]
             for job_id in ids:
-                pipe.hmget(keys.job(job_id), "ended_at", "desired", "archive", "thinned")
+                pipe.hmget(keys.job(job_id), "ended_at", "desired", "archive")
             rows = await pipe.execute()
         found = [
-            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode(), bool(thinned))
-            for job_id, (at, desired, archive, thinned) in zip(ids, rows, strict=True)
+            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode())
+            for job_id, (at, desired, archive) in zip(ids, rows, strict=True)
             if at is not None
         ]
         return sorted(found, key=lambda job: (job.ended_at, job.job_id))
@@ -114,19 +111,6 @@ class Removal:
     async def mark_archived(self, job_id: str, folder: str) -> None:
         """The job's archive is complete."""
         await self._set(job_id, "archive", folder)
-
-    async def thin(self, job_id: str, events: int, metrics: int, samples: int) -> None:
-        """Leaves an ended job only its newest events, rows of metrics and samples of each purpose."""
-        while steps := await self._oldest(keys.metrics_steps(job_id), metrics):
-            await self._write(partial(_drop_steps, job_id=job_id, steps=steps))
-        purposes: tuple[Purpose, ...] = ("train", "validate")
-        for purpose in purposes:
-            while gone := await self._oldest(keys.samples(job_id, purpose, "order"), samples):
-                await self._write(partial(_drop_samples, job_id=job_id, purpose=purpose, references=gone))
-        await self.forget_credits(job_id)
-        newest = max(1, events)  # the last status stays
-        await self._write(lambda pipe: pipe.xtrim(keys.events(job_id), maxlen=newest, approximate=False))
-        await self._set(job_id, "thinned", "1")
 
     async def remove(self, job_id: str, why: str) -> None:
         """Removes an ended job from sight; its other keys are among the leftovers then."""
@@ -184,11 +168,6 @@ class Removal:
         if names:
             await self._write(lambda pipe: pipe.unlink(*names))
 
-    async def _oldest(self, name: str, keep: int) -> list[bytes]:
-        """Members beyond the newest `keep` of a sorted set, as many as one batch takes."""
-        beyond = await self._redis.zcard(name) - keep
-        return list(await self._redis.zrange(name, 0, min(beyond, BATCH) - 1)) if beyond > 0 else []
-
     async def _set(self, job_id: str, field: str, value: str) -> None:
         """Sets a field of a job that is still there."""
 
@@ -216,17 +195,6 @@ _TERMINAL = tuple(status for status in JobStatus if status.terminal)
 def leave(pipe: Any, job_id: str, now: float) -> None:
     """Adds to a transaction that the job's leftovers are to be cleared."""
     pipe.zadd(keys.leftovers(), {Leftover(job_id, False).member: now})
-
-
-def _drop_steps(pipe: Any, job_id: str, steps: Sequence[bytes]) -> None:
-    pipe.unlink(*(keys.metrics(job_id, int(step)) for step in steps))
-    pipe.zrem(keys.metrics_steps(job_id), *steps)
-
-
-def _drop_samples(pipe: Any, job_id: str, purpose: Purpose, references: Sequence[bytes]) -> None:
-    pipe.hdel(keys.samples(job_id, purpose, "records"), *references)
-    pipe.zrem(keys.samples(job_id, purpose, "order"), *references)
-    pipe.zrem(keys.samples(job_id, purpose, "rewards"), *references)
 
 
 def _is_left(name: bytes, ids: Collection[str], kept: Collection[str]) -> bool:

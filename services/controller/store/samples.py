@@ -160,18 +160,6 @@ class SampleRecords:
         following = str(start + limit) if len(scored) > start + limit else None
         return [record for _, record in scored[start : start + limit]], following
 
-    async def media_beyond(self, job_id: str, newest: int) -> list[BlobRef]:
-        """Pictures and videos of the samples beyond the newest of each purpose."""
-        found = []
-        purposes: tuple[Purpose, ...] = ("train", "validate")
-        for purpose in purposes:
-            beyond = await self._redis.zcard(_Names(job_id, purpose).order) - newest
-            for start in range(0, beyond, PAGE):
-                stop = min(start + PAGE, beyond) - 1
-                references = await self._redis.zrange(_Names(job_id, purpose).order, start, stop)
-                found += [media_ref(record) for record in await self._records(job_id, purpose, references)]
-        return [ref for ref in found if ref.uri]
-
     async def _by_reward(
         self, job_id: str, purpose: Purpose, step: int | None, best: bool, cursor: str | None, limit: int
     ) -> tuple[list[SampleRecord], str | None]:

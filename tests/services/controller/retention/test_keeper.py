@@ -25,7 +25,7 @@ from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.limits import Limits
-from services.controller.retention.keep import DAY_S, Keep, to_remove, to_thin
+from services.controller.retention.keep import DAY_S, Keep, to_remove
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
@@ -46,8 +46,8 @@ class Clock:
         return self.now
 
 
-def ended(job_id: str, at: float, *, wanted_gone: bool = False, thinned: bool = False) -> EndedJob:
-    return EndedJob(job_id, at, wanted_gone, "", thinned)
+def ended(job_id: str, at: float, *, wanted_gone: bool = False) -> EndedJob:
+    return EndedJob(job_id, at, wanted_gone, "")
 
 
 def test_the_first_to_end_goes_first_by_count_age_and_bytes() -> None:
@@ -59,7 +59,6 @@ def test_the_first_to_end_goes_first_by_count_age_and_bytes() -> None:
     assert list(to_remove(jobs, sizes, Keep(gib=2.5), 4.0)) == ["a", "b"]
     assert list(to_remove(jobs, sizes, Keep(days=10), 10 * DAY_S + 1.5)) == ["a", "b"]
     assert list(to_remove([*jobs, ended("e", 9.0, wanted_gone=True)], sizes, Keep(jobs=4), 10.0)) == ["e"]
-    assert to_thin([*jobs, ended("e", 0.0, thinned=True)], Keep(detail_days=1), DAY_S + 1.5) == ["a", "b"]
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
@@ -75,6 +74,7 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         (["--keep", "jobs=3", "--keep", "jobs=4"], "--keep jobs is given twice"),
         (["--keep", "jobs=-1"], "--keep jobs: Input should be greater than or equal to 0"),
         (["--keep", "days=nan"], "--keep days"),
+        (["--keep", "detail_days=3"], "--keep detail_days was removed: an ended job stays whole until days"),
         (["--limit", "samples=3"], "--limit samples=3: give NAME=VALUE, with NAME one of samples_per_step, open_"),
         (["--limit", "open_samples=0"], "--limit open_samples: Input should be greater than or equal to 1"),
         (["--keep", "pause_above=0.5"], "--keep refuse_above=0.8 must not be greater than pause_above=0.5"),
@@ -189,7 +189,7 @@ async def test_running_jobs_are_never_touched(store: JobStore, blobs: BlobStore,
     old = await history(store, blobs)
     await store.set_status(old, JobStatus.SUCCEEDED)
     clock.now += 1000 * DAY_S
-    keep = Keep(jobs=0, days=0, gib=0, detail_days=0, events=1, metrics=0, samples=0)
+    keep = Keep(jobs=0, days=0, gib=0)
     await Keeper(store, blobs, keep, clock=clock).look()
     assert before <= await all_keys(redis)
     assert (len(await store.events(running)), len(await store.metrics(running))) == (5, 3)
@@ -197,22 +197,14 @@ async def test_running_jobs_are_never_touched(store: JobStore, blobs: BlobStore,
         await store.get(old)
 
 
-async def test_details_go_before_the_job_does(store: JobStore, blobs: BlobStore, clock: Clock) -> None:
-    job_id = await history(store, blobs, rows=30)
+async def test_a_stream_that_resumes_after_a_removed_event_gets_a_gap(
+    store: JobStore, blobs: BlobStore, redis: Any
+) -> None:
+    job_id = await history(store, blobs)
     await store.set_status(job_id, JobStatus.SUCCEEDED)
     first = (await store.events(job_id))[1].id
-    clock.now += 2 * DAY_S
-    await Keeper(store, blobs, Keep(detail_days=1, events=4, metrics=3, samples=2), clock=clock).look()
-    assert [row.step for row in await store.metrics(job_id)] == [27, 28, 29]
-    assert [sample.step for sample in (await store.samples(job_id))[0]] == [29, 28]
-    assert len((await store.samples(job_id, order="best"))[0]) == 2
+    await redis.xtrim(keys.events(job_id), maxlen=3, approximate=False)
     events = await store.events(job_id)
-    assert [event.type for event in events] == ["phase", "phase", "phase", "status"]
-    assert events[-1].final
-    with pytest.raises(NotFound):
-        await blobs.get(picture(job_id, 0))
-    assert await blobs.get(picture(job_id, 29)) == b"picture 29"
-
     gap, *rest = await store.events(job_id, first)
     assert (gap.type, gap.data["after"], gap.data["before"]) == ("gap", first, events[0].id)
     assert "no longer kept" in gap.data["reason"]
@@ -316,13 +308,12 @@ async def test_pictures_in_a_store_of_before_stop_nothing(
     """An operator moved the blobs out of Redis: what old jobs name there is not this store's."""
     job_id = await history(store, blobs)
     await store.set_status(job_id, JobStatus.SUCCEEDED)
-    clock.now += 2 * DAY_S
     moved = open_blobs(redis, f"file://{tmp_path}/blobs")
     archive = Archive(f"file://{tmp_path}/archive")
-    keep = Keep(detail_days=1, samples=1)
-    await Keeper(store, moved, keep, archive, blobs_in_redis=False, clock=clock).look()
+    await Keeper(store, moved, Keep(jobs=0), archive, blobs_in_redis=False, clock=clock).look()
     assert len(list(archive.samples(job_id))) == 3
-    assert len((await store.samples(job_id))[0]) == 1
+    with pytest.raises(NotFound):
+        await store.get(job_id)
 
 
 class PoisonedArchive(Archive):
@@ -361,9 +352,8 @@ async def test_only_the_leader_removes(store: JobStore, blobs: BlobStore, redis:
     await redis.set(keys.leader_term(), b"of another")
     before = await all_keys(redis)
     clock.now += DAY_S
-    for keep in (Keep(jobs=0), Keep(detail_days=0, metrics=0)):
-        with pytest.raises(LeaseLost):
-            await Keeper(store.fenced_by(Lease(redis)), blobs, keep, clock=clock).look()
+    with pytest.raises(LeaseLost):
+        await Keeper(store.fenced_by(Lease(redis)), blobs, Keep(jobs=0), clock=clock).look()
     assert await all_keys(redis) == before
 
 
