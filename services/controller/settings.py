@@ -257,9 +257,7 @@ def _named(flag: str, items: Sequence[str], made: type[BaseModel]) -> Any:
     for item in items:
         name, equals, value = item.partition("=")
         if made is Keep and name in REMOVED:
-            raise ValueError(
-                f"--keep {name} was removed: an ended job stays whole until --keep days, jobs or gib removes it"
-            )
+            raise ValueError(f"--keep {name} was removed: an ended job stays whole until days, jobs or gib removes it")
         if name not in made.model_fields or not equals:
             raise ValueError(f"--{flag} {item}: give NAME=VALUE, with NAME one of {', '.join(made.model_fields)}")
         if name in found:
