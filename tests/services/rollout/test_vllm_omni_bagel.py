@@ -19,7 +19,7 @@ from flowfleet.models.registry import adapter_for, family_of, sequence_adapter_f
 from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
 from flowfleet.models.settings import Guidance, Size
 from services.rollout.engines.vllm_omni.pipelines.registry import pipeline_for
-from services.rollout.engines.vllm_omni.plugin import TARGET
+from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.skipif(find_spec("vllm_omni") is None, reason="needs vLLM-Omni: make vllm-omni")
@@ -79,7 +79,7 @@ def found(
     }
     save_file(inputs, output / "inputs.safetensors")
     command = [sys.executable, "-c", RUN, str(checkpoint), str(output)]
-    environment = os.environ | {TARGET: "cpu", "VLLM_CONFIGURE_LOGGING": "0"}
+    environment = os.environ | {ASKED: "1", TARGET: "cpu", "VLLM_CONFIGURE_LOGGING": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     names = json.loads((output / "names.json").read_text())

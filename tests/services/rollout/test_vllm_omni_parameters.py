@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from torch import nn
 from flowfleet.models.registry import FAMILIES
 from services.rollout.engines.vllm_omni import parameters
 from services.rollout.engines.vllm_omni.pipelines.registry import pipeline_for
-from services.rollout.engines.vllm_omni.plugin import TARGET, register
+from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET, register
 from services.rollout.engines.vllm_omni.task import Task
 
 RENAMES = {".to_out.": ".to_out.0."}
@@ -140,6 +143,7 @@ def test_a_task_is_passed_as_itself_and_keeps_what_came_of_it() -> None:
 
 
 def test_our_platform_is_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ASKED, "1")
     monkeypatch.delenv(TARGET, raising=False)
     assert register() is None
     monkeypatch.setenv(TARGET, "cuda")
@@ -148,6 +152,22 @@ def test_our_platform_is_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert register() == "services.rollout.engines.vllm_omni.platform.CpuOmniPlatform"
     (point,) = [point for point in entry_points(group="vllm_omni.platform_plugins") if point.name == "flowfleet_cpu"]
     assert point.load() is register
+
+
+def test_other_programs_that_use_vllm_omni_keep_their_imports_and_platform() -> None:
+    """Run where torchvision is absent, as `slim_imports` then has work to do."""
+    program = """
+import sys
+from importlib.metadata import entry_points
+sys.modules["torchvision"] = None
+before = set(sys.modules)
+(point,) = [point for point in entry_points(group="vllm_omni.platform_plugins") if point.name == "flowfleet_cpu"]
+assert point.load()() is None
+assert [name for name in set(sys.modules) - before if name.startswith(("vllm", "torch"))] == []
+"""
+    environment = {name: value for name, value in os.environ.items() if name != ASKED} | {TARGET: "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_families_without_a_pipeline_are_refused() -> None:

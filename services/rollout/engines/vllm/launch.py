@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from services.rollout.engines.vllm_omni.plugin import TARGET
+from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
 
 _CPU_CACHE_BYTES: Final = 2**28
 """Keys and values on a CPU."""
@@ -154,6 +154,7 @@ def _length(path: str) -> int:
 
 def _set_environment(device: torch.device) -> None:
     """What vLLM reads when it is imported and started."""
+    os.environ[ASKED] = "1"
     if device.type == "cpu":
         os.environ.setdefault(TARGET, "cpu")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # The worker is this process, so weights change in place.

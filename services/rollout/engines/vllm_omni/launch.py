@@ -12,7 +12,7 @@ import torch
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from services.rollout.engines.vllm import cpu_kernels
 from services.rollout.engines.vllm_omni import slim_imports
-from services.rollout.engines.vllm_omni.plugin import TARGET
+from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
 
 ATTENTION_BACKEND = "TORCH_SDPA"
 """vLLM-Omni's default needs the flash-attn package."""
@@ -60,6 +60,7 @@ def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backe
 
 def _set_environment(device: torch.device) -> None:
     """What vLLM reads when it is imported."""
+    os.environ[ASKED] = "1"
     if device.type == "cpu":
         os.environ.setdefault(TARGET, "cpu")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

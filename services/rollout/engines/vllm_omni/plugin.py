@@ -1,16 +1,24 @@
-"""The entry point of group `vllm_omni.platform_plugins`: gives vLLM-Omni a CPU to run on."""
+"""The entry point of group `vllm_omni.platform_plugins`: gives vLLM-Omni a CPU to run on.
+
+vLLM-Omni calls it in every process that imports it, so it does nothing unless one of our engines set `ASKED`.
+"""
 
 from __future__ import annotations
 
 import os
 
-from services.rollout.engines.vllm_omni import slim_imports
-
 TARGET = "VLLM_TARGET_DEVICE"
 """vLLM's variable for the kind of device; "cpu" asks for our platform."""
+ASKED = "FLOWFLEET_VLLM_OMNI"
+"""Set by our engines, for their process and for those that vLLM-Omni starts there."""
 
 
 def register() -> str | None:
-    """The name of our platform's class where the CPU is asked for; None elsewhere, so that vLLM-Omni takes its own."""
+    """The name of our platform's class where our engine asks for the CPU; None elsewhere, so that vLLM-Omni takes its
+    own."""
+    if ASKED not in os.environ:
+        return None
+    from services.rollout.engines.vllm_omni import slim_imports
+
     slim_imports.install()
     return "services.rollout.engines.vllm_omni.platform.CpuOmniPlatform" if os.environ.get(TARGET) == "cpu" else None

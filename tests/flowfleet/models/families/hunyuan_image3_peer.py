@@ -35,7 +35,8 @@ PACKAGE = "vllm_omni.diffusion.models.hunyuan_image3"
 
 
 def main(checkpoint: Path, inputs: Path, outputs: Path) -> None:
-    os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"FLOWFLEET_VLLM_OMNI": "1", "VLLM_TARGET_DEVICE": "cpu"}
+    os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     transformer, pipeline = import_peer()
     with ExitStack() as stack:
         enter_environment(stack)
