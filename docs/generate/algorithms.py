@@ -1,4 +1,4 @@
-"""The generated tables of docs/algorithms.md: what the registry and the job's schema say of algorithms.
+"""The generated tables of docs/algorithms.md: what the registry says of algorithms and losses.
 
 `python -m docs.generate.algorithms` rewrites them, in the directory of the repository. Free of torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,12 @@ from pydantic import BaseModel
 
 from docs.generate.markdown import rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
-from flowfleet.job.sequence import SequencePart
-from flowfleet.job.spec import AlgorithmPart, EmaPart, JobSpec, NoisePart, PreviewPart, WindowPart
+from flowfleet.job.spec import NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
 _SHOWN = ("algorithm.loss", "rollout.noise.type", "rollout.noise.eta", "rollout.window.strategy", "rollout.window.size")
 """Settings with a column of their own."""
-_SAMPLER_SETTINGS = (
-    "rollout.num_inference_steps",
-    "rollout.sampler",
-    "rollout.tail_steps",
-    "schedule.validation_steps",
-    "schedule.validation_sampler",
-)
 _SAMPLES = {
     "policy": "the policy's noisy steps",
     "matching": "any sampler's",
@@ -49,13 +41,6 @@ def parts() -> dict[str, str]:
             ["`algorithm.loss`", "kind", "samples", "reads of its own", "brings", "needs"],
             map(_loss_row, LOSSES.values()),
         ),
-        "algorithm settings": _settings("algorithm", AlgorithmPart),
-        "step settings": _settings("rollout.noise", NoisePart),
-        "sequence settings": _settings("rollout.sequence", SequencePart),
-        "preview settings": _settings("rollout.preview", PreviewPart),
-        "window settings": _settings("rollout.window", WindowPart),
-        "average settings": _settings("trainer.ema", EmaPart),
-        "sampler settings": table(["setting", "default", "what"], map(_setting_row, _SAMPLER_SETTINGS)),
     }
 
 
@@ -99,26 +84,6 @@ def _loss_row(loss: Loss) -> list[str]:
         _listed(loss.defaults),
         ", ".join(text for text, is_needed in needs.items() if is_needed) or "–",
     ]
-
-
-def _settings(prefix: str, part: type[BaseModel]) -> str:
-    return table(["setting", "default", "what"], _setting_rows(prefix, part))
-
-
-def _setting_rows(prefix: str, part: type[BaseModel]) -> Iterator[list[str]]:
-    """A part inside the part gives a row of its own, then its settings."""
-    for name, field in part.model_fields.items():
-        if isinstance(field.default, BaseModel):
-            yield [f"`{prefix}.{name}`", "", type(field.default).__doc__ or ""]
-            yield from _setting_rows(f"{prefix}.{name}", type(field.default))
-        else:
-            yield [f"`{prefix}.{name}`", _value(field.default), field.description or ""]
-
-
-def _setting_row(name: str) -> list[str]:
-    part, key = name.split(".")
-    field = type(JobSpec.model_fields[part].default).model_fields[key]
-    return [f"`{name}`", _value(field.default), field.description or ""]
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:

@@ -15,7 +15,7 @@ DIRECTORY = Path(__file__).parents[2] / "deploy" / "helm" / "flowfleet" / "dashb
 @dataclass(frozen=True)
 class Query:
     expression: str
-    """With Grafana's variables."""
+    """Grafana's variables are not filled in."""
     legend: str = ""
 
 
