@@ -14,7 +14,7 @@ CODE := flowfleet services recipes bench deploy examples tests
 # What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
 LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \
 	tests/flowfleet/cli/test_main.py tests/services tests/e2e/test_loop.py
-# What writes the generated parts of the docs and the chart. Pages of learning runs are not here: they need the runs.
+# What writes the generated parts of the docs. Pages of learning runs are not here: they need the runs.
 DOCS := docs.generate.algorithms docs.generate.metrics docs.generate.models docs.generate.settings \
 	docs.generate.scorers examples.quotes bench.performance
 
@@ -69,7 +69,7 @@ fmt: $(VENV)/.dev  ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(VENV)/.dev  ## write the generated tables of the docs and the chart again
+docs: $(VENV)/.dev  ## write the generated tables of the docs again
 	@set -e; for module in $(DOCS); do echo "python -m $$module"; $(BIN)/python -m $$module >/dev/null; done
 
 lock: $(VENV)/.dev  ## pin the oldest versions, and those of the images, from pyproject.toml again

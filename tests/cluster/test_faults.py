@@ -249,7 +249,7 @@ def _settings() -> list[str]:
 
 
 def _job() -> dict[str, Any]:
-    """The job of `flowfleet chaos`, its trainer in two pods. Paths are those of the images."""
+    """The job of tests/faults, its trainer in two pods. Paths are those of the images."""
     own = {"schedule.steps": STEPS, "timeouts.hang_s": HANG_S}
     return changed(read_job_file(RECIPE["lora"]), {**TINY, **EXACT, **own})
 
