@@ -11,17 +11,42 @@ Each method is that of `AsyncClient`, whose docstrings describe them; iterators 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial, wraps
 from pathlib import Path
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
 from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.client.connection import TIMEOUT_S
-from flowfleet.client.portal import blocking, each, iterating, run
 from flowfleet.client.types import Sample
+from flowfleet.process.portal import each, run
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(method: Callable[Concatenate[AsyncClient, P], Awaitable[T]]) -> Callable[Concatenate[Client, P], T]:
+    """Makes a method of `Client` from one of `AsyncClient`; type checkers see the same parameters."""
+
+    @wraps(method)
+    def call(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run(method(client.asynchronous, *args, **kwargs))
+
+    return call
+
+
+def iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    """Makes a method of `Client` that iterates from one of `AsyncClient`."""
+
+    @wraps(method)
+    def call(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return each(method(client.asynchronous, *args, **kwargs))
+
+    return call
 
 
 class Client:
