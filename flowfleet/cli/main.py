@@ -28,7 +28,7 @@ from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
-from flowfleet.job.files import find_job_file, prepare_job, shipped
+from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job, shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
@@ -177,7 +177,7 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR, json_: Json = False) -> None:
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="signs, or composition: in a clone, on a GPU if there is one.")] = "signs",
+    name: Annotated[str, typer.Argument(help="signs: a tiny model learns to write its words.")] = "signs",
     seed: Annotated[int | None, typer.Option(help="Seed of the job; default: the recipe's.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Job file, or name of a recipe; default: the demo's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
@@ -187,16 +187,14 @@ def demo(
     json_: Json = False,
 ) -> None:
     """Train a small model from start to end, and leave figures, pictures and the model."""
-    from flowfleet.demo.demos import DEMOS
     from flowfleet.demo.run import run_demo
 
-    if name not in DEMOS:
-        raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
-    chosen = DEMOS[name].here() if recipe is None else DEMOS[name].of(recipe)
-    chosen.require()
-    changes = [*chosen.changes, *(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
-    console = err if json_ else out
-    summary = run_demo(chosen.recipe, state_dir, changes, console, rewards=chosen.rewards, model=chosen.model)
+    if name == "composition":
+        raise ValueError(f"the demo composition has left Flowfleet: {COMPOSITION_LEFT}")
+    if name != "signs":
+        raise ValueError(f"no demo is called {name!r}: the demo is signs; --recipe shows another job")
+    changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+    summary = run_demo(recipe or Path("tiny_ocr"), state_dir, changes, err if json_ else out)
     if json_:
         tell_line(summary)
 

@@ -1,8 +1,7 @@
 """`flowfleet demo`: a stack of its own, one job by REST, and what came of it as figures, pictures and a summary.
 
-demos.py       the demos by name, and the models that are made first
 run.py         the demo from start to end
 results.py     what is fetched from the finished job
 statistics.py  figures: paired bootstrap, and how the pictures look apart from their words
-plots.py       reward_curve.png, before_after.png, and the curves of several runs
+plots.py       reward_curve.png and before_after.png
 """

@@ -1,9 +1,9 @@
-"""The pictures that the demo and its repetitions leave. One restrained look: little ink, few colors."""
+"""The pictures that the demo leaves. One restrained look: little ink, few colors."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 INK, QUIET, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
-FIRST, SECOND, THIRD = "#b1b8c0", "#0b7285", "#d9822b"
+FIRST, SECOND = "#b1b8c0", "#0b7285"
 DPI = 144
 HEAD, MAX_INDENT = 1.0, 0.3
 """Inches: from the top of a figure to its axes, and where its title may start."""
@@ -85,108 +85,6 @@ def reward_curve(path: Path, training: Curve, held_out: Curve, title: str, subti
         axes.set_xlabel("samples trained on")
         axes.set_ylabel("mean reward")
         _head(figure, title, subtitle, margin=0.66, foot=0.58)
-        _save(figure, path)
-
-
-def learning_panels(
-    path: Path,
-    panels: Mapping[str, Sequence[Curve]],
-    control: Sequence[Curve],
-    title: str,
-    subtitle: str,
-    x_label: str,
-    target: float,
-    num_columns: int = 4,
-    y_label: str = "mean held-out reward",
-) -> None:
-    """Small multiples as a PNG: a panel a recipe, a thin line a seed, the control dashed in each, `target` dotted."""
-    num_columns = min(num_columns, len(panels))
-    num_rows = -(-len(panels) // num_columns)
-    with plt.rc_context(STYLE):
-        size = (max(6.8, 2.35 * num_columns + 0.9), 1.75 * num_rows + HEAD + 0.5)
-        figure, grid = plt.subplots(
-            num_rows, num_columns, figsize=size, dpi=DPI, sharex=True, sharey=True, squeeze=False
-        )
-        for axes, (name, curves) in zip(grid.flat, panels.items(), strict=False):
-            _draw_panel(axes, name, curves, control, target)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for axes in grid.flat[max(0, len(panels) - num_columns) : len(panels)]:
-            axes.tick_params(labelbottom=True)
-        figure.supxlabel(x_label, color=QUIET, fontsize=9.5, y=0.12 / size[1])
-        figure.supylabel(y_label, color=QUIET, fontsize=9.5, x=0.12 / size[0])
-        _head(figure, title, subtitle, margin=0.72, foot=0.58)
-        figure.subplots_adjust(wspace=0.12, hspace=0.32)
-        _save(figure, path)
-
-
-def _draw_panel(axes: Any, name: str, curves: Sequence[Curve], control: Sequence[Curve], target: float) -> None:
-    axes.axhline(target, color=THIRD, linewidth=0.9, linestyle=(0, (1, 2)))
-    for curve in control:
-        axes.plot(*_points(curve), color=QUIET, linewidth=1.1, linestyle=(0, (4, 2)))
-    for curve in curves:
-        axes.plot(*_points(curve), color=SECOND, linewidth=1.2, marker="o", markersize=2.2, alpha=0.85)
-    axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", pad=4)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve in a panel of measures. Dashed: of a control."""
-
-    label: str
-    curve: Curve
-    color: str = SECOND
-    dashed: bool = False
-
-
-def measure_panels(
-    path: Path, panels: Mapping[str, Sequence[Line]], title: str, subtitle: str, x_label: str, num_columns: int = 4
-) -> None:
-    """Small multiples as a PNG: a panel a measure, each with its own scale; equal labels have one entry below."""
-    num_columns = min(num_columns, len(panels))
-    num_rows = -(-len(panels) // num_columns)
-    with plt.rc_context(STYLE):
-        size = (2.5 * num_columns + 0.6, 2.0 * num_rows + HEAD + 0.8)
-        figure, grid = plt.subplots(num_rows, num_columns, figsize=size, dpi=DPI, squeeze=False)
-        handles: dict[str, Any] = {}
-        for axes, (name, lines) in zip(grid.flat, panels.items(), strict=False):
-            for line in lines:
-                style = (0, (4, 2)) if line.dashed else "-"
-                marks = {} if line.dashed else {"marker": "o", "markersize": 3}
-                (drawn,) = axes.plot(*_points(line.curve), color=line.color, linewidth=1.5, linestyle=style, **marks)
-                handles.setdefault(line.label, drawn)
-            axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", pad=4)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        figure.supxlabel(x_label, color=QUIET, fontsize=9.5, y=0.36 / size[1])
-        figure.legend(
-            handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False, labelcolor=QUIET
-        )
-        _head(figure, title, subtitle, margin=0.6, foot=0.85)
-        figure.subplots_adjust(wspace=0.32, hspace=0.4)
-        _save(figure, path)
-
-
-def picture_rows(
-    path: Path, rows: Mapping[str, Sequence[NDArray[np.uint8]]], heads: Sequence[str], title: str, subtitle: str
-) -> None:
-    """Pictures in rows, each with its name, as a PNG; `heads` stand over the columns. Pictures are (H, W, 3) uint8."""
-    num_columns = len(heads)
-    with plt.rc_context(STYLE):
-        size = (1.05 * num_columns + 1.6, 1.05 * len(rows) + HEAD + 0.35)
-        figure, grid = plt.subplots(len(rows), num_columns, figsize=size, dpi=DPI, squeeze=False)
-        for line, (name, pictures) in zip(grid, rows.items(), strict=True):
-            for axes, picture in zip(line, pictures, strict=True):
-                axes.imshow(picture, interpolation="nearest")
-                axes.set(xticks=[], yticks=[])
-                axes.grid(False)
-                for spine in axes.spines.values():
-                    spine.set(visible=True, color=FAINT)
-            line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8.5, labelpad=6)
-        for axes, head in zip(grid[0], heads, strict=True):
-            axes.set_title(head, loc="left", fontsize=8.5, pad=4, family="DejaVu Sans Mono")
-        _head(figure, title, subtitle, margin=1.4, foot=0.12)
-        figure.subplots_adjust(wspace=0.06, hspace=0.06)
         _save(figure, path)
 
 

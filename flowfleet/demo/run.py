@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
-from flowfleet.demo.demos import Made
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.files import write_atomically
 from flowfleet.local.plan import StackOptions
-from flowfleet.local.rewards import parse_reward
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.models.registry import Engine
@@ -40,26 +37,21 @@ def run_demo(
     console: Console,
     started: datetime | None = None,
     engine: Engine | None = None,
-    rewards: Sequence[str] = (),
-    model: Made | None = None,
 ) -> dict[str, Any]:
     """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
 
     `changes` are settings as `key=value`; `started` is when the clock began, by default this process; `engine` is what
-    samples, by default `transformers` for a model that writes text and `diffusers` for others. `rewards` say how
-    rewards of the recipe start, as `flowfleet up --reward` takes them; the others are scorers of their names. `model`
-    is made first where the job trains it.
+    samples, by default `transformers` for a model that writes text and `diffusers` for others. Each reward of the
+    recipe starts as the scorer of its name.
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _check_replaceable(directory)
-    if model is not None and spec.model.path == str(model.path):
-        model.make(partial(_say, console))
     _make_fresh(directory, spec)
     with (
-        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec), rewards)) as stack,
+        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec))) as stack,
         Client(stack.url) as client,
     ):
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
@@ -96,13 +88,12 @@ def _usual_engine(spec: JobSpec) -> Engine:
     return "transformers" if spec.writes_tokens else "diffusers"
 
 
-def _stack_options(spec: JobSpec, directory: Path, engine: Engine, rewards: Sequence[str]) -> StackOptions:
-    given = {parse_reward(reward).name: reward for reward in rewards}
+def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptions:
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
         data_roots=data_folders(spec),
-        rewards=tuple(given.get(name, name) for name in spec.reward_services),
+        rewards=tuple(spec.reward_services),
         model=spec.model.path,
         dtype=spec.model.dtype,
         engine=engine,

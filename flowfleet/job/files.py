@@ -27,6 +27,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 """Recipes of the checkout or of the installed package."""
 BASES = "bases"
 """Folder of what recipes extend."""
+COMPOSITION_LEFT = "docs/results.md has its results, and a checkout of commit 560f105e repeats them"
+"""Directs users of the removed composition study."""
 
 
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
@@ -56,6 +58,8 @@ def find_job_file(path: Path) -> Path:
     names = recipe_names()
     if str(path) in names:
         return RECIPES / f"{path}.toml"
+    if path.name.startswith("composition_"):
+        raise ValueError(f"{path}: this recipe has left Flowfleet: {COMPOSITION_LEFT}")
     near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.5)
     near += [name for name in names if Path(name).name == path.name and name not in near]
     hint = f"did you mean {', '.join(near)}?" if near else f"recipes are {', '.join(names)}"

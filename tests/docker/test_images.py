@@ -163,7 +163,6 @@ def test_the_context_holds_what_images_need_and_no_more() -> None:
     assert "services/reward/judge/rubrics/alignment.toml" in kept
     for name in (
         "recipes/tiny/training.py",
-        "recipes/composition/model/model_index.json",
         ".git/config",
         "docker/.env",
         ".venv/bin/python",

@@ -55,8 +55,6 @@ def test_make_docs_runs_every_generator() -> None:
         if "node_modules" not in path.parts and re.search(r"^ +rewrite\(", path.read_text(), re.MULTILINE)
     ]
     assert {str(path.with_suffix("")).replace("/", ".") for path in generators} - run == {
-        "bench.learning.ablations",
-        "bench.learning.composition",
         "bench.learning.curves",
         "bench.learning.same",
         "bench.learning.votes_page",

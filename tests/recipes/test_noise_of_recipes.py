@@ -20,7 +20,6 @@ RECIPES = [Path("recipes") / f"{name}.toml" for name in recipe_names()]
 KINDS = {
     "qwen-image-edit": "qwen_image_edit",
     "qwen-image": "qwen_image",
-    "composition": "qwen_image",
     "flux": "flux_distilled",
     "stable-diffusion-3": "stable_diffusion_3",
     "sd3": "stable_diffusion_3",

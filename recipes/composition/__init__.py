@@ -1,1 +1,0 @@
-"""Composition: a world of scenes with captions on which counts, colors, places, words and styles have to be learned."""

@@ -1,1 +1,0 @@
-"""The networks of the two judges."""
