@@ -14,9 +14,9 @@ CODE := flowfleet services recipes bench deploy examples tests
 # What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
 LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \
 	tests/flowfleet/cli/test_main.py tests/services tests/e2e/test_loop.py
-# What writes the generated parts of the docs. Pages of learning runs are not here: they need the runs.
+# What writes the generated parts of the docs.
 DOCS := docs.generate.algorithms docs.generate.metrics docs.generate.models docs.generate.settings \
-	docs.generate.scorers examples.quotes bench.performance
+	docs.generate.scorers examples.quotes
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -78,8 +78,8 @@ lock: $(VENV)/.dev  ## pin the oldest versions, and those of the images, from py
 protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
 
-bench: $(VENV)/.dev  ## time a job as services against the same job in one process
-	$(BIN)/python -m bench.speed.step $(BENCH_FLAGS)
+bench: $(VENV)/.dev  ## time a job as services against the same job in one process; bench/README.md has more
+	$(BIN)/python -m bench.step $(BENCH_FLAGS)
 
 images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)

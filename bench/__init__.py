@@ -1,10 +1,1 @@
-"""Scripts behind every published figure: run them with `make bench`, or one with `python -m bench.<name>`.
-
-What computes here waits for its threads as the services do.
-"""
-
-import os
-
-from flowfleet.process.service import PATIENT_THREADS
-
-os.environ.update(PATIENT_THREADS)  # before torch
+"""Benchmarks that anyone can run: README.md has a table of them."""

@@ -1,17 +1,19 @@
-"""Pack what this repository needs on a GPU machine that has PyTorch but no network.
+"""Packs this commit, and the packages it needs, for a GPU machine that has PyTorch but no network.
 
-    python -m bench.bundle packages.tar.xz --python 3.12 --has torchvision numpy … --take huggingface-hub==1.33.0
-    mkdir packages && tar xJf packages.tar.xz -C packages && export PYTHONPATH=packages:.    # there
+    python -m bench.bundle DIRECTORY --python 3.12 --has torchvision numpy … --take huggingface-hub==1.33.0
+    mkdir packages && tar xJf tree.tar.xz && tar xJf packages.tar.xz -C packages    # there
+    export PYTHONPATH=packages:.
 
-It takes what the extra `local` needs on that machine, each package in the newest version that the first to ask for it
-accepts, whatever others ask for later. `--has` names what is there, or is done without: `av` where no video is made,
-`rapidocr` where no word is read, `kubernetes`. `--take` says which version fits what is there: transformers 5.17 wants
-huggingface-hub below 2.
+DIRECTORY gets tree.tar.xz and packages.tar.xz; their sizes are printed. The packages are those that the extra `local`
+needs on that machine, each in the newest version that the first requirement of it accepts. `--has` names what is
+installed there, or is not needed: `av` where no video is made, `rapidocr` where no word is read, `kubernetes`. `--take`
+says which version fits what is installed there: transformers 5.17 wants huggingface-hub below 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import subprocess
 import sys
 import tarfile
@@ -26,6 +28,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+ROOT = Path(__file__).parents[1]
 PLATFORMS: Final = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
 OLDER: Final = ("manylinux2014", "manylinux_2_12", "manylinux2010", "manylinux_2_5", "manylinux1")
 NEVER: Final = ("torch", "triton", "flowfleet")
@@ -48,14 +51,25 @@ def main() -> int:
             new = sorted(folder.glob("*.whl"))
             asked = [Requirement(one) for wheel in new for one in required_by(wheel)]
             wheels, extras = wheels + new, [""]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        pack(wheels, options.output)
-    print(f"{options.output}: {options.output.stat().st_size / 2**20:.1f} MiB of {len(wheels)} packages")
+        options.directory.mkdir(parents=True, exist_ok=True)
+        made = [options.directory / name for name in ("tree.tar.xz", "packages.tar.xz")]
+        pack_tree(made[0])
+        pack(wheels, made[1])
+    sizes = [path.stat().st_size / 2**20 for path in made]
+    for path, size in zip(made, sizes, strict=True):
+        print(f"{path}: {size:.1f} MiB")
+    print(f"{sum(sizes):.1f} MiB in all, with {len(wheels)} packages")
     return 0
 
 
+def pack_tree(output: Path) -> None:
+    """Archives the files of the commit that is checked out."""
+    tree = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    output.write_bytes(lzma.compress(tree, preset=9))
+
+
 def with_their_own(extra: str, asked: Sequence[Requirement]) -> list[str]:
-    """The extra, those of this project that it stands for, and none."""
+    """Returns the extra, those of this project that it stands for, and the empty one."""
     extras = [extra, ""]
     for name in extras:
         for one in asked:
@@ -67,7 +81,7 @@ def with_their_own(extra: str, asked: Sequence[Requirement]) -> list[str]:
 def missing(
     asked: Sequence[Requirement], seen: set[str], environment: Mapping[str, str], extras: Sequence[str]
 ) -> list[Requirement]:
-    """What is asked for under one of the extras and not seen yet, without markers; `seen` grows by it."""
+    """Returns requirements under one of the extras that are not seen yet, without markers; `seen` grows by them."""
     found = []
     for one in asked:
         applies = one.marker is None or any(one.marker.evaluate({**environment, "extra": extra}) for extra in extras)
@@ -99,7 +113,7 @@ def pack(wheels: Sequence[Path], output: Path) -> None:
 
 
 def _kept(source: zipfile.ZipFile) -> Iterator[zipfile.ZipInfo]:
-    """Its files, but for tests, types and scripts."""
+    """Yields the files but for tests, types and scripts."""
     for item in source.infolist():
         top, *rest = item.filename.split("/")
         if not (item.is_dir() or top.endswith(".data") or item.filename.endswith(".pyi") or "tests" in rest):
@@ -114,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("output", type=Path)
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--python", required=True, help="the machine's, as 3.12")
     parser.add_argument("--machine", default="x86_64", help="its architecture (x86_64)")
     parser.add_argument("--extra", default="local", help="of pyproject.toml (local)")

@@ -1,52 +1,42 @@
-"""The scale rehearsal: one controller among very many replicas and jobs.
+"""Rehearses one controller among very many replicas and jobs.
 
-    python -m bench.scale [--replicas 1000] [--jobs 100] [--seconds 120] [--json FILE] [--profile FILE]
+    python -m bench.scale [--replicas 1000] [--jobs 100] [--seconds 120]
+    python -m bench.scale --replicas 4 --jobs 2 --processes 1 --prompts 2 --group-size 2 --seconds 3 --generate-s 0.3 \\
+        --train-s 0.1 --publish-s 0.05
 
-Prints a table; figures of several runs are in docs/results.md.
+The table has latencies, the event loop's lag, and answers of REST; the lines after it what each process used.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pstats
 import resource
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from bench.scale import figures, load
+from bench import report
+from bench.scale import load
 from bench.scale.rehearsal import rehearse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    load.add_flags(parser)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--profile", type=Path, help="run the controller under cProfile and write its statistics here")
-    parser.add_argument("--keep", type=Path, help="copy logs and notes of the processes there")
-    options = parser.parse_args()
+    flags = report.parser("scale", __doc__)
+    load.add_flags(flags)
+    options = flags.parse_args()
     try:
         wanted = load.from_flags(options)
     except ValueError as error:
-        parser.error(str(error))
+        flags.error(str(error))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            result = rehearse(wanted, Path(folder) / "run", options.profile is not None)
-        finally:
-            if options.keep:
-                shutil.copytree(Path(folder) / "run", options.keep, dirs_exist_ok=True)
-        if options.profile and (Path(folder) / "run" / "controller.prof").exists():
-            shutil.copy(Path(folder) / "run" / "controller.prof", options.profile)
-            pstats.Stats(str(options.profile)).sort_stats("tottime").print_stats(45)
-    print(figures.table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = rehearse(wanted, Path(folder) / "run")
+    rows = [{"what": what, **row} for what, row in result.pop("latency_ms").items()]
+    print(report.table(rows, ["what", "p50", "p99", "max", "n"]))
+    print("\n" + report.table(result["processes"], ["process", "cpus", "rss_mb", "descriptors", "threads"]))
+    rates = ["samples_per_s", "steps_per_s", "status_calls_per_s", "refused", "redis_commands_per_s", "redis_mb"]
+    print("\n" + report.table([result], rates))
+    report.write("scale", options, [{**result, "latency_ms": rows}])
     return 0
 
 

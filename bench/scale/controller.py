@@ -1,12 +1,11 @@
-"""The controller as it is, whose jobs find their trainers among the simulated ones. Notes how late its event loop is.
+"""The controller as it is, whose jobs find their trainers among the simulated ones. It notes its event loop's lag.
 
-python -m bench.scale.controller LOAD_JSON LAG_FILE PROFILE_FILE|- FLAGS…
+python -m bench.scale.controller LOAD_JSON LAG_FILE FLAGS…
 """
 
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import json
 import sys
 import time
@@ -66,7 +65,7 @@ class LagNotes:
 
 def main() -> int:
     service.end_with_parent()
-    load, lag_file, profile_file = Load(**json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+    load, lag_file = Load(**json.loads(sys.argv[1])), Path(sys.argv[2])
     lag = LagNotes()
     tasks: list[asyncio.Task[None]] = []
 
@@ -81,13 +80,7 @@ def main() -> int:
         tasks.append(asyncio.get_running_loop().create_task(lag.beat()))
         return JobScheduler(settings, redis, store, registry, SimulatedLauncher(load), directory)
 
-    profile = cProfile.Profile()
-    if profile_file != "-":
-        profile.enable()
-    code = controller_main(sys.argv[4:], make)
-    if profile_file != "-":
-        profile.disable()
-        profile.dump_stats(profile_file)
+    code = controller_main(sys.argv[3:], make)
     lag_file.write_text(json.dumps(lag.rows))
     return code
 

@@ -1,18 +1,17 @@
-"""From what the processes noted to figures. Times are seconds; pure."""
+"""Figures from what the processes noted. Notes are in seconds, figures in milliseconds."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 Note = tuple[str, str, int, float]
-"""What, job, step or version, Unix seconds."""
+"""Name, job, step or version, Unix seconds."""
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Number, p50, p99, greatest."""
-    ordered = sorted(values)
+    """Returns n, p50, p99 and max of seconds, in milliseconds."""
+    ordered = [round(1000 * value, 3) for value in sorted(values)]
     if not ordered:
         return {"n": 0}
     last = len(ordered) - 1
@@ -24,13 +23,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     }
 
 
-def first_after(start: float, times: Iterable[float]) -> dict[str, float]:
-    """Seconds from a time to the first of those after it."""
-    return percentiles([min(found) - start] if (found := [when for when in times if when > start + 0.5]) else [])
-
-
 def latencies(notes: Iterable[Note], start: float, end: float, simulated_s: float) -> dict[str, dict[str, float]]:
-    """Latencies of what happened from `start` to `end`:
+    """Returns latencies of what happened from `start` to `end`:
 
     scheduling  from all replicas holding a version (the trainer answers) to each Generate call of that step arriving
     turnaround  from a step's last sample in Redis to its TrainStep arriving: intake, scores, advantages
@@ -65,7 +59,7 @@ def latencies(notes: Iterable[Note], start: float, end: float, simulated_s: floa
 
 
 def starts(notes: Iterable[Note], submitted: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Seconds from a job's submission to its trainer being configured, and to its first sample being asked for."""
+    """Times from a job's submission until its trainer is configured, and until its first sample is requested."""
     first: dict[tuple[str, str], float] = {}
     for what, job_id, _, when in notes:
         first[what, job_id] = min(when, first.get((what, job_id), when))
@@ -73,44 +67,3 @@ def starts(notes: Iterable[Note], submitted: Mapping[str, float]) -> dict[str, d
         what: percentiles(first[what, job_id] - when for job_id, when in submitted.items() if (what, job_id) in first)
         for what in ("configure", "generate")
     }
-
-
-def counts(notes: Iterable[Note], start: float, end: float) -> dict[str, int]:
-    """How often each thing happened."""
-    found: dict[str, int] = defaultdict(int)
-    for what, _, _, when in notes:
-        if start <= when <= end:
-            found[what] += 1
-    return dict(found)
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Formats the figures as a table."""
-    load, redis = result["load"], result["redis"]
-    lines = [
-        f"{load['replicas']} replicas ({result['servers']} servers), {load['jobs']} jobs, {result['seconds']:.0f} s; "
-        f"load average {result['load_average']:.1f}"
-    ]
-    for name, row in result["latency"].items():
-        if row["n"]:
-            p50, p99, most = (1000 * row[key] for key in ("p50", "p99", "max"))
-            lines.append(f"{name:<22} p50 {p50:>9.1f} ms   p99 {p99:>9.1f} ms   max {most:>9.1f} ms   n {row['n']}")
-    for name, row in result["processes"].items():
-        lines.append(
-            f"{name:<22} {row['cpu']:>6.3f} CPUs   {row['rss_mb']:>7.1f} MB   {row['descriptors']:>6} fds   "
-            f"{row['threads']:>4} threads"
-        )
-    lines.append(
-        f"Redis {redis['ops_per_s']:.0f} commands/s, {redis['mb_in_per_s']:.2f} MB/s in, "
-        f"{redis['mb_out_per_s']:.2f} MB/s out, {redis['memory_mb']:.0f} MB, {redis['clients']} clients"
-    )
-    lines += _commands(redis["commands_per_s"])
-    lines.append(
-        f"samples {result['samples_per_s']:.1f}/s, steps {result['steps_per_s']:.2f}/s, status calls "
-        f"{result['status_calls_per_s']:.1f}/s, refused {result['refused']}"
-    )
-    return "\n".join(lines)
-
-
-def _commands(rates: Mapping[str, float]) -> Sequence[str]:
-    return [f"  {name:<20} {rate:>8.1f}/s" for name, rate in rates.items() if rate >= 1]

@@ -1,4 +1,4 @@
-"""What is rehearsed: how many of each, how long things take, and where each one is."""
+"""The sizes of a rehearsal, its durations and addresses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ REWARD = "score"
 
 @dataclass(frozen=True)
 class Load:
-    """`replicas` are shared evenly by `pools`; each pool has one job at a time."""
+    """Replicas are shared evenly by pools, and each pool has one job."""
 
     replicas: int = 1000
-    servers: int = 0
-    """Replicas that are real servers; the others are only registered. 0: all."""
     jobs: int = 100
     seconds: float = 120.0
     """Measured, once every job has made a step."""
@@ -38,17 +36,8 @@ class Load:
     max_staleness: int = 0
     processes: int = 2
     """Number of processes that simulate replicas."""
-    kill_after_s: float = 0.0
-    """Time into the measurement after which the controller is killed and restarted. 0: never."""
-    traces: int = 0
-    """1: the controller sends traces to a collector."""
     net: int = 64
     """Second byte of the addresses: rehearsals side by side need their own."""
-
-    @property
-    def served(self) -> int:
-        """Replicas that are servers."""
-        return self.servers or self.replicas
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -64,8 +53,7 @@ class Load:
         return self._address(2, 0)
 
     def pool_of(self, index: int) -> str:
-        """Pool of a replica. Replicas without a server are in pools that no job samples on."""
-        return pool_name(index % self.jobs) if index < self.served else f"spare-{index % self.jobs}"
+        return f"pool-{index % self.jobs}"
 
     def duration_s(self, base_s: float, *what: object) -> float:
         """`base_s` ± a fifth, the same for the same thing, so that jobs fall out of step."""
@@ -75,13 +63,13 @@ class Load:
     def job(self, pool: int, folder: Path) -> dict[str, Any]:
         """The job of a pool. Its model is only a name and its prompts are few: nothing is sampled."""
         return {
-            "name": pool_name(pool),
+            "name": self.pool_of(pool),
             "seed": pool,
             "model": {"path": str(folder / "model")},
             "data": {"train": str(folder / "prompts.txt")},
             "rewards": {REWARD: {}},
             "rollout": {
-                "pool": pool_name(pool),
+                "pool": self.pool_of(pool),
                 "prompts_per_step": self.prompts,
                 "group_size": self.group_size,
                 "batch_size": self.group_size,
@@ -91,10 +79,6 @@ class Load:
 
     def _address(self, kind: int, index: int) -> str:
         return f"127.{self.net + kind}.{index // 250}.{1 + index % 250}:{PORT}"
-
-
-def pool_name(pool: int) -> str:
-    return f"pool-{pool}"
 
 
 def write_inputs(folder: Path) -> None:
@@ -114,8 +98,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def from_flags(options: argparse.Namespace) -> Load:
-    """ValueError for what cannot be rehearsed."""
+    """Reads the flags. Raises ValueError for a load that cannot be rehearsed."""
     load = Load(**{item.name: getattr(options, item.name) for item in fields(Load)})
-    if load.jobs < 1 or load.served < load.jobs or load.served > load.replicas or load.processes < 1:
-        raise ValueError("give at least one job and process, a served replica a job, and no more servers than replicas")
+    if not 1 <= load.jobs <= load.replicas or load.processes < 1:
+        raise ValueError("give at least one job and process, and a replica per job")
     return load

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,126 +21,99 @@ import redis
 
 from bench.scale import figures
 from bench.scale.load import REWARD, Load, write_inputs
-from bench.scale.processes import Child, Usage, read_rows, wait_for_line
 from flowfleet.redis import keys
 from flowfleet.redis.server import RedisServer
 
 MB = 1e6
 ASK_EVERY_S = 1.0
 REST_TIMEOUT_S = 60.0
+READY_S, END_S = 300.0, 120.0
 SUBMIT_AT_ONCE = 10
+
+Process = subprocess.Popen[bytes]
 
 
 @contextmanager
-def fleet(
-    load: Load, folder: Path, profile: bool
-) -> Iterator[tuple[RedisServer, dict[str, Child], Path, Callable[[str], None]]]:
-    """Everything but the jobs; ended in the end, the controller first. The last two are the controller's port file, and
-    what starts the controller at a port."""
+def started(name: str, argv: Collection[str], redis_url: str, folder: Path, ready: Path | str) -> Iterator[Process]:
+    """Starts a process, which is up when `ready` exists or is in its log. Raises RuntimeError if it does not start."""
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        env = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url}
+        process = subprocess.Popen(
+            [sys.executable, "-m", *argv], env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+        )
+    try:
+        deadline = time.monotonic() + READY_S
+        while not (ready.exists() if isinstance(ready, Path) else ready in log.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def fleet(load: Load, folder: Path) -> Iterator[tuple[RedisServer, dict[str, int], str]]:
+    """Starts everything but the jobs, and ends it, the controller first. Yields Redis, process ids and the URL."""
     write_inputs(folder)
-    port_file = folder / "controller.port"
     with ExitStack() as stack:
         server = RedisServer(folder / "redis")
-        server.start()
+        url = server.start()
         stack.callback(server.stop)
-        env = {"FLOWFLEET_REDIS_URL": server.url}
-        children: dict[str, Child] = {}
+        pids = {"this": os.getpid()}
 
-        def start(name: str, *argv: str) -> None:
-            children[name] = Child.start(name, argv, env, folder)
-            stack.callback(lambda: children[name].end())
+        def start(name: str, argv: list[str], ready: Path | str = "ready") -> None:
+            pids[name] = stack.enter_context(started(name, argv, url, folder, ready)).pid
 
-        start("trainers", "bench.scale.trainers", load.to_json(), str(folder / "notes-trainers.json"))
+        start("trainers", ["bench.scale.trainers", load.to_json(), str(folder / "notes-trainers.json")])
         for number in range(load.processes):
             notes = str(folder / f"notes-{number}.json")
-            start(f"replicas-{number}", "bench.scale.replicas", load.to_json(), str(number), notes)
-        for child in children.values():
-            wait_for_line(child, folder)
-        if load.traces:
-            collector = folder / "collector.port"
-            start("collector", "bench.scale.tracing.collector", str(collector))
-            wait_for_line(children["collector"], folder)
-            env["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{collector.read_text()}"
-        start("probe", "bench.scale.probe", str(port_file), str(folder / "healthz.json"))
-        flags = ["--port-file", str(port_file), "--state-dir", str(folder / "state")]
-        flags += ["--data-root", str(folder)]
-        flags += ["--reward", f"{REWARD}={load.reward_address}", "--log-level", "warning"]
-        dump = str(folder / "controller.prof") if profile else "-"
-
-        def start_controller(port: str) -> None:
-            lag = str(folder / "lag.json")
-            start("controller", "bench.scale.controller", load.to_json(), lag, dump, *flags, "--port", port)
-
-        start_controller("0")
-        yield server, children, port_file, start_controller
+            start(f"replicas-{number}", ["bench.scale.replicas", load.to_json(), str(number), notes])
+        port_file = folder / "controller.port"
+        flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder / "state")]
+        flags += ["--data-root", str(folder), "--reward", f"{REWARD}={load.reward_address}", "--log-level", "warning"]
+        start("controller", ["bench.scale.controller", load.to_json(), str(folder / "lag.json"), *flags], port_file)
+        assert server.process is not None
+        yield server, pids | {"redis": server.process.pid}, f"http://{port_file.read_text()}"
 
 
-def rehearse(load: Load, folder: Path, profile: bool = False) -> dict[str, Any]:
-    """The result, ready for JSON."""
-    with fleet(load, folder, profile) as (server, children, port_file, start_controller):
-        started = time.monotonic()
-        while not port_file.exists():
-            if children["controller"].process.poll() is not None:
-                raise RuntimeError((folder / "controller.log").read_text()[-2000:])
-            time.sleep(0.05)
-        ready_s = time.monotonic() - started
-        address = port_file.read_text()
-        killing = threading.Event()
-
-        def kill() -> None:
-            if not killing.wait(load.kill_after_s):
-                children["controller"].process.kill()
-                children["controller"].process.wait()
-                start_controller(address.rpartition(":")[2])
-
-        measured = asyncio.run(_measure(load, server, children, f"http://{address}", folder, kill))
-        killing.set()
-    return _result(load, folder, measured) | {"controller_ready_s": ready_s}
+def rehearse(load: Load, folder: Path) -> dict[str, Any]:
+    """Returns the result, ready for JSON."""
+    with fleet(load, folder) as (server, pids, url):
+        measured = asyncio.run(_measure(load, server, pids, url, folder))
+    return _result(load, folder, measured)
 
 
-async def _measure(
-    load: Load, server: RedisServer, children: dict[str, Child], url: str, folder: Path, kill: Callable[[], None]
-) -> dict[str, Any]:
-    assert server.process is not None
-    others = {"redis": server.process.pid, "this": os.getpid()}
-    pids = {name: child.process.pid for name, child in children.items()} | others
+async def _measure(load: Load, server: RedisServer, pids: Mapping[str, int], url: str, folder: Path) -> dict[str, Any]:
     store = redis.Redis.from_url(server.url)
     async with httpx.AsyncClient(base_url=url, timeout=REST_TIMEOUT_S) as client:
         submitted = await _submit(client, load, folder)
         warm = await _warm_up(store, load, submitted)
-        before, first, start = store.info(), _usage(pids), time.time()
-        await asyncio.to_thread(store.config_resetstat)
-        killing = asyncio.create_task(asyncio.to_thread(kill)) if load.kill_after_s else None
+        commands: Any = store.info()
+        first, start = {name: _cpu_s(pid) for name, pid in pids.items()}, time.time()
         asked = await _ask(client, load.seconds, next(iter(submitted)))
-        if killing is not None:
-            await killing
-            pids |= {"controller": children["controller"].process.pid}
-            first |= {"controller": Usage(0.0, 0, 0, 0)}
-        end, last, after = time.time(), _usage(pids), store.info()
-        commands = store.info("commandstats")
+        end, after = time.time(), store.info()
     return {
         "submitted": submitted,
-        "warm": warm,
+        "jobs_at_work": warm,
         "start": start,
         "end": end,
-        "killed": start + load.kill_after_s if load.kill_after_s else None,
         "asked": asked,
-        "load_average": psutil.getloadavg()[0],
-        "processes": {
-            name: {
-                "cpu": (last[name].cpu_s - first[name].cpu_s) / (end - start),
-                "rss_mb": last[name].rss / MB,
-                "descriptors": last[name].descriptors,
-                "threads": last[name].threads,
-            }
-            for name in pids
-        },
-        "redis": _redis_figures(commands, before, after, end - start),
+        "processes": [_used(name, pid, first[name], end - start) for name, pid in pids.items()],
+        "redis_commands_per_s": (after["total_commands_processed"] - commands["total_commands_processed"])
+        / (end - start),
+        "redis_mb": after["used_memory"] / MB,
     }
 
 
 async def _submit(client: httpx.AsyncClient, load: Load, folder: Path) -> dict[str, float]:
-    """Job → Unix seconds at which it was submitted, all as fast as the controller takes them."""
+    """Submits all jobs as fast as the controller takes them; returns Unix seconds by job."""
     submitted: dict[str, float] = {}
     turn = asyncio.Semaphore(SUBMIT_AT_ONCE)
 
@@ -152,8 +128,8 @@ async def _submit(client: httpx.AsyncClient, load: Load, folder: Path) -> dict[s
     return submitted
 
 
-async def _warm_up(store: redis.Redis, load: Load, jobs: Collection[str]) -> dict[str, float]:
-    """Waits until every job has made a step, or the time is up."""
+async def _warm_up(store: redis.Redis, load: Load, jobs: Collection[str]) -> int:
+    """Waits until every job has made a step, or the time is up; returns how many have."""
     began, num_at_work = time.monotonic(), 0
     while time.monotonic() - began < load.warm_up_s and num_at_work < load.jobs:
         pipe = store.pipeline(transaction=False)
@@ -161,71 +137,55 @@ async def _warm_up(store: redis.Redis, load: Load, jobs: Collection[str]) -> dic
             pipe.hget(keys.job(job_id), "progress.step")
         num_at_work = sum(int(step or 0) >= 1 for step in pipe.execute())
         await asyncio.sleep(1)
-    return {"seconds": time.monotonic() - began, "jobs_at_work": float(num_at_work)}
+    return num_at_work
 
 
 async def _ask(client: httpx.AsyncClient, seconds: float, job_id: str) -> dict[str, list[float]]:
-    """Seconds of REST calls, one after the other, once a second."""
+    """Returns seconds of REST calls, which are made one after the other, once a second."""
     asked: dict[str, list[float]] = {}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for path in (f"/v1/jobs/{job_id}", "/v1/jobs?limit=50", "/v1/fleet", "/metrics"):
+        for path in ("/healthz", f"/v1/jobs/{job_id}", "/v1/jobs?limit=50", "/v1/fleet", "/metrics"):
             began = time.monotonic()
-            try:
-                response = await client.get(path)
-            except httpx.TransportError:
-                continue  # it was killed, and starts
-            if response.is_error:
-                asked.setdefault("errors", []).append(float(response.status_code))
+            (await client.get(path)).raise_for_status()
             asked.setdefault(path.replace(job_id, "{id}"), []).append(time.monotonic() - began)
         await asyncio.sleep(ASK_EVERY_S)
     return asked
 
 
-def _usage(pids: dict[str, int]) -> dict[str, Usage]:
-    return {name: Usage.of(pid) for name, pid in pids.items()}
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
-def _redis_figures(commands: Any, before: Any, after: Any, seconds: float) -> dict[str, Any]:
-    rates = {name.removeprefix("cmdstat_"): row["calls"] / seconds for name, row in commands.items()}
+def _used(name: str, pid: int, cpu_before_s: float, seconds: float) -> dict[str, Any]:
+    process = psutil.Process(pid)
     return {
-        "ops_per_s": sum(rates.values()),
-        "commands_per_s": dict(sorted(rates.items(), key=lambda item: -item[1])),
-        "mb_in_per_s": after["total_net_input_bytes"] / seconds / MB,
-        "mb_out_per_s": after["total_net_output_bytes"] / seconds / MB,
-        "memory_mb": after["used_memory"] / MB,
-        "memory_grown_mb": (after["used_memory"] - before["used_memory"]) / MB,
-        "clients": after["connected_clients"],
+        "process": name,
+        "cpus": (_cpu_s(pid) - cpu_before_s) / seconds,
+        "rss_mb": process.memory_info().rss / MB,
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
     }
 
 
 def _result(load: Load, folder: Path, measured: dict[str, Any]) -> dict[str, Any]:
-    notes: list[Any] = [row for path in folder.glob("notes-*.json") for row in read_rows(path)]
-    start, end = measured["start"], measured["end"]
-    lag: list[Any] = read_rows(folder / "lag.json")
-    counted = figures.counts(notes, start, end)
+    notes: list[Any] = [row for path in folder.glob("notes-*.json") for row in json.loads(path.read_text())]
+    start, end, submitted, asked = (measured.pop(name) for name in ("start", "end", "submitted", "asked"))
+    counted = Counter(what for what, _, _, when in notes if start <= when <= end)
     latency = figures.latencies(notes, start, end, load.generate_s + load.train_s + load.publish_s)
-    latency |= {f"start: {name}": row for name, row in figures.starts(notes, measured["submitted"]).items()}
+    latency |= {f"start: {name}": row for name, row in figures.starts(notes, submitted).items()}
+    lag: list[Any] = json.loads((folder / "lag.json").read_text())
     latency["event loop lag"] = figures.percentiles(late for when, late in lag if start <= when <= end)
-    latency |= {f"GET {path}": figures.percentiles(values) for path, values in measured["asked"].items()}
-    probed: list[Any] = [row for row in read_rows(folder / "healthz.json") if start <= row[0] <= end]
-    latency["GET /healthz, probe"] = figures.percentiles(took for _, took in probed if took is not None)
-    if killed := measured["killed"]:
-        latency["killed: /healthz again"] = figures.first_after(killed, [w for w, took in probed if took is not None])
-        driven = [when for what, _, _, when in notes if what == "configure"]
-        latency["killed: driven again"] = figures.first_after(killed, driven)
+    latency |= {f"GET {path}": figures.percentiles(values) for path, values in asked.items()}
     seconds = end - start
     return {
         "load": asdict(load),
-        "servers": load.served,
         "seconds": seconds,
-        "load_average": measured["load_average"],
-        "warm_up": measured["warm"],
-        "latency": latency,
-        "processes": measured["processes"],
-        "redis": measured["redis"],
-        "samples_per_s": counted.get("generated", 0) * load.group_size / seconds,
-        "steps_per_s": counted.get("train", 0) / seconds,
-        "status_calls_per_s": counted.get("status", 0) / seconds,
-        "refused": counted.get("refused", 0),
+        **measured,
+        "latency_ms": latency,
+        "samples_per_s": counted["generated"] * load.group_size / seconds,
+        "steps_per_s": counted["train"] / seconds,
+        "status_calls_per_s": counted["status"] / seconds,
+        "refused": counted["refused"],
     }

@@ -32,8 +32,6 @@ TTL_S = 24 * 3600
 START_AT_ONCE = 50
 SLICES = 30
 """Renewals of a process are spread over their period."""
-
-
 _STATES = {
     rollout_pb2.ROLLOUT_STATE_IDLE: "idle",
     rollout_pb2.ROLLOUT_STATE_SERVING: "serving",
@@ -79,8 +77,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._running += 1
         try:
             await asyncio.sleep(self._load.duration_s(self._load.generate_s, request.job_id, request.step, groups))
-            sent = dict(context.invocation_metadata() or ()).get("traceparent", "")
-            for sample in await self._publish(request, sent):
+            for sample in await self._publish(request):
                 yield rollout_pb2.GenerateEvent(sample=sample)
         finally:
             self._running -= 1
@@ -118,7 +115,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
             device_id=f"GPU-{self.index}",
         )
 
-    async def _publish(self, request: rollout_pb2.GenerateRequest, traceparent: str) -> list[common_pb2.Sample]:
+    async def _publish(self, request: rollout_pb2.GenerateRequest) -> list[common_pb2.Sample]:
         """One pipeline, where a real replica takes its time for each command: the simulation is to be cheap."""
         pipe = self._redis.pipeline(transaction=False)
 
@@ -146,7 +143,6 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
                     width=request.sampling.width,
                     replica_id=self.replica_id,
                     num_frames=1,
-                    traceparent=traceparent,
                 )
                 pipe.xadd(keys.trajectories(request.job_id), {b"sample": sample.SerializeToString()})
                 samples.append(sample)
@@ -170,11 +166,10 @@ async def renew(replicas: Sequence[Replica], redis: Redis) -> None:
 async def serve(load: Load, process: int, path: Path) -> None:
     redis, notes = connect(redis_url()), Notes()
     replicas = [Replica(load, index, redis, notes) for index in range(process, load.replicas, load.processes)]  # type: ignore[abstract]
-    served = [replica for replica in replicas if replica.index < load.served]
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
     servers = []
-    for start in range(0, len(served), START_AT_ONCE):
-        part = served[start : start + START_AT_ONCE]
+    for start in range(0, len(replicas), START_AT_ONCE):
+        part = replicas[start : start + START_AT_ONCE]
         servers += await asyncio.gather(*(listen(add, replica, replica.address) for replica in part))
     renewing = asyncio.create_task(renew(replicas, redis))
     await until_stopped(notes, path)

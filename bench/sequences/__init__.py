@@ -1,5 +1,1 @@
-"""Speed of models that write text.
-
-folder.py   a folder of Qwen3-Omni's Thinker at its real width, without weights
-speed.py    rollout, update, gap of log-probs and weight update on one GPU
-"""
+"""The benchmark of policies that write text, on a model of Qwen3-Omni's Thinker at its real width."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.scale.figures import latencies, percentiles, starts
 from bench.scale.load import Load
+from tests.bench.running import run_bench
 
 
 def test_percentiles_are_values_that_were_there() -> None:
-    assert percentiles(range(101)) == {"n": 101, "p50": 50, "p99": 99, "max": 100}
+    assert percentiles(range(101)) == {"n": 101, "p50": 50_000, "p99": 99_000, "max": 100_000}
     assert percentiles([]) == {"n": 0}
 
 
@@ -31,12 +29,12 @@ def test_latencies_are_between_what_the_services_noted() -> None:
         ("published", "job", 1, 114.0),
     ]
     found = latencies(step, 99.0, 113.0, simulated_s=12.0)
-    assert found["scheduling"] == pytest.approx({"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3})
+    assert found["scheduling"] == pytest.approx({"n": 2, "p50": 100, "p99": 300, "max": 300})
     assert [found[name]["p50"] for name in ("turnaround", "publishing", "step", "overhead")] == pytest.approx(
-        [0.5, 0.1, 14.0, 2.0]
+        [500, 100, 14_000, 2_000]
     )
     assert latencies(step, 120.0, 130.0, simulated_s=12.0)["step"] == {"n": 0}
-    assert starts(step, {"job": 99.0})["generate"]["p50"] == pytest.approx(1.1)
+    assert starts(step, {"job": 99.0})["generate"]["p50"] == pytest.approx(1100)
 
 
 def test_every_replica_has_an_address_and_a_pool_with_one_job() -> None:
@@ -49,14 +47,12 @@ def test_every_replica_has_an_address_and_a_pool_with_one_job() -> None:
 def test_a_small_rehearsal_makes_steps(tmp_path: Path) -> None:
     sizes = "--replicas 4 --jobs 2 --processes 1 --prompts 2 --group-size 2 --net 80"
     times = "--seconds 3 --generate-s 0.3 --train-s 0.1 --publish-s 0.05"
-    output = tmp_path / "scale.json"
-    command = [sys.executable, "-m", "bench.scale", *sizes.split(), *times.split(), "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(output.read_text())
-    assert result["warm_up"]["jobs_at_work"] == 2
-    assert result["latency"]["scheduling"]["n"] > 0
+    printed, (result,) = run_bench("scale", f"{sizes} {times}", tmp_path)
+    latency = {row["what"]: row for row in result["latency_ms"]}
+    assert result["jobs_at_work"] == 2
+    assert latency["scheduling"]["n"] > 0
+    assert latency["event loop lag"]["n"] > 0
     assert result["samples_per_s"] > 0
     assert result["status_calls_per_s"] == 0
-    assert result["processes"]["controller"]["cpu"] > 0
-    assert "scheduling" in done.stdout
+    assert {"controller", "redis", "trainers", "replicas-0"} <= {row["process"] for row in result["processes"]}
+    assert "| scheduling" in printed

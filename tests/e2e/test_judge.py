@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from bench.rewards.judge_processes import JudgeService, judge_service
 from flowfleet.client.client import Client
 from flowfleet.client.types import Sample
 from recipes.tiny_vlm.model import TinyVlm, make_tiny_vlm
 from recipes.tiny_vlm.teach import RUBRIC, Lessons, conversation, teach
 from services.reward.judge.rubrics import load_rubric
 from tests.e2e.conftest import Fleet
+from tests.judge_processes import JudgeService, judge_service
 
 pytestmark = pytest.mark.long
 MakeJob = Callable[..., dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.learning.votes import Voter, train
 from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet
+from tests.e2e.voter import Voter, train
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -67,6 +67,6 @@ def test_votes_survive_a_killed_controller_and_train_by_their_export(
 
 
 def test_warm_votes_turn_the_model(tmp_path: Path) -> None:
-    found = train("warm", 1, 500, (), tmp_path)
+    found = train(1, 500, tmp_path)
     assert found["votes"] <= 500
     assert found["rise_in_std_of_mean"] >= 2.0, found

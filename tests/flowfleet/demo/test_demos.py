@@ -33,5 +33,5 @@ def test_a_demo_that_is_not_here_is_refused_with_what_to_do(name: str, said: str
 
 
 def test_a_recipe_of_the_removed_study_is_refused_with_where_it_is() -> None:
-    with pytest.raises(ValueError, match="composition_full: this recipe has left Flowfleet: .* commit 560f105e"):
+    with pytest.raises(ValueError, match=r"composition_full: this recipe has left Flowfleet: .* commit 560f105e"):
         find_job_file(Path("composition_full"))

@@ -10,7 +10,7 @@ from flowfleet.job.spec import JobSpec, parse_job
 @pytest.fixture(scope="session")
 def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen-Image's configurations at its real size."""
-    from bench.speed.full_size import write_checkpoint
+    from recipes.full_size.make_model import write_checkpoint
 
     return write_checkpoint(tmp_path_factory.mktemp("models") / "full-size")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.speed.full_size import write_checkpoint
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
 from flowfleet.planning.flops import ModelFlops, flops_of, model_flops
 from flowfleet.planning.skeleton import META, load_skeleton
+from recipes.full_size.make_model import write_checkpoint
 
 WIDTH, LAYERS, RANK = 3072, 60, 64
 

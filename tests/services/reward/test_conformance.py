@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.rewards.judge import slow_server
 from flowfleet import conformance
 from tests.services.reward.conftest import reward_process
+from tests.services.reward.slow_server import slow_server
 
 OPTIONS = conformance.Options(timeout_s=120.0, connect_s=60.0, allowed_s=30.0)
 ASKING = {
@@ -21,7 +21,7 @@ ASKING = {
     "vlm": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge", "rubric": "alignment"},
     "vlm_ocr": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge"},
 }
-PYTHON = {"function": "bench.rewards.reward:redness", "path": str(Path(__file__).parents[3])}
+PYTHON = {"function": "tests.services.reward.redness:redness", "path": str(Path(__file__).parents[3])}
 
 
 @pytest.mark.long
@@ -42,7 +42,7 @@ PYTHON = {"function": "bench.rewards.reward:redness", "path": str(Path(__file__)
 def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     with ExitStack() as stack:
         if name in ASKING:
-            _, port = stack.enter_context(slow_server(0.01, in_flight=64))
+            port = stack.enter_context(slow_server(0.01, in_flight=64))
             address = next(key for key in ("url", "urls") if key in settings)
             settings = settings | {address: settings[address].format(port=port)}
         file = tmp_path / "settings.json"

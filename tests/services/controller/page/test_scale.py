@@ -1,4 +1,4 @@
-"""The page draws only what is in sight of 500 jobs and 10,000 samples; `bench.scale.paint` times it."""
+"""The page draws only what is in sight of 500 jobs and 10,000 samples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page
 
-from bench.scale.paint import FIRST_SEEN, JUMP, fill
 from tests.flowfleet.conftest import IdleController
 from tests.services.controller.page.conftest import in_stage
+from tests.services.controller.page.crowd import FIRST_SEEN, JUMP, fill
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,6 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from bench.rewards.judge_processes import PATIENCE, START_S, teach
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
@@ -32,6 +31,7 @@ from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
 from services.reward.scorer import Outcome, Problem
 from services.reward.scorers.vlm import VlmScorer
+from tests.judge_processes import PATIENCE, START_S, teach
 from tests.services.reward.conftest import reward_process
 
 pytestmark = pytest.mark.long

@@ -1,0 +1,202 @@
+"""Measures what a reward's service costs: each scorer through its service, against a call of its function.
+
+    python -m bench.rewards [--only jpeg ocr_line …] [--processes 1 2] [--groups 4] [--rounds 5]
+
+The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB. A batch is a group
+of 16, as a controller sends it. The direct call decodes and scores on one thread of this process. In each round both
+ways take the same batch, one after the other, which makes the round's ratio robust against other load. The table has
+medians over rounds. `samples_per_s` is the service's rate with all groups sent at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from PIL import Image, ImageDraw, ImageFont
+
+from bench import report
+from flowfleet.process.service import keep_freed_memory
+from flowfleet.proto.reward_pb2 import DescribeRequest
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
+from flowfleet.rewards.requests import EncodedSample, ScoreCall, score_method
+from flowfleet.rpc.endpoint import open_channel
+from services.controller.rewards.chunking import chunks
+from services.reward.execution.evaluator import Evaluator
+from services.reward.scorer import Scorer
+from services.reward.scorers import make
+
+SIZE, GROUP = 512, 16
+WORDS = ("OPEN", "Slow Down", "Fresh Bread", "Gate 42", "No Parking", "Grand Opening", "Mind the Gap", "Exit Only")
+DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scorer with its settings and parameters."""
+
+    scorer: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> list[str]:
+        changes = [part for key, value in self.settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        return ["--scorer", self.scorer, *changes]
+
+
+CASES = {
+    "jpeg": Case("jpeg_compressibility"),
+    "image_quality": Case("image_quality"),
+    "ocr_line": Case("ocr", {"region": "line"}),
+    "ocr_page": Case("ocr", {"region": "page"}),
+    "python": Case("python", settings={"function": "bench.rewards:redness", "path": "."}),
+}
+
+
+def main() -> None:
+    flags = report.parser("rewards", __doc__)
+    flags.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES], help="(all)")
+    flags.add_argument("--processes", type=int, nargs="+", default=[1], help="of the service, one run each (1)")
+    flags.add_argument("--groups", type=int, default=4, help="of 16 samples (4)")
+    flags.add_argument("--rounds", type=int, default=5)
+    options = flags.parse_args()
+    keep_freed_memory()  # as the controller does, which calls rewards in a fleet
+    rows = [
+        measure(name, processes, options.groups, options.rounds)
+        for name in options.only
+        for processes in options.processes
+    ]
+    report.finish("rewards", options, rows, [*rows[0]])
+
+
+def measure(name: str, processes: int, num_groups: int, rounds: int) -> dict[str, Any]:
+    """Returns the row of a case."""
+    case = CASES[name]
+    samples = pictures(num_groups * GROUP)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), *case.flags, "--processes", str(processes)) as (process, address),
+    ):
+        figures = asyncio.run(_compare(case, samples, process, address, rounds))
+    print(name, processes, figures, flush=True)
+    return {"case": name, "processes": processes, **figures}
+
+
+@contextmanager
+def running(folder: Path, *flags: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Starts a reward service; yields its process and address."""
+    port_file = folder / "port"
+    argv = [sys.executable, "-m", "services.reward", "--port-file", str(port_file), "--log-level", "warning", *flags]
+    process = psutil.Popen(argv)
+    try:
+        while not port_file.exists():
+            assert process.poll() is None, "the service did not start"
+            time.sleep(0.05)
+        yield process, port_file.read_text()
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+        process.wait()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time so far of a process and its descendants."""
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+
+
+def redness(picture: Image.Image, prompt: str, metadata: Mapping[str, str]) -> float:
+    """The function of the case `python`."""
+    return float(np.asarray(picture)[..., 0].mean()) / 255
+
+
+def pictures(number: int) -> list[EncodedSample]:
+    """Text at random places on colored boards before noise, from seed 0."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(number):
+        pixels = rng.normal(120, 12, (SIZE, SIZE, 3)) + np.linspace(-60, 60, SIZE)[:, None, None]
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        lines = [str(word) for word in rng.choice(WORDS, rng.integers(1, 3), replace=False)]
+        draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=int(rng.integers(28, 60)))
+        place = (int(rng.integers(20, 80)), int(rng.integers(30, 300)))
+        left, top, right, bottom = draw.multiline_textbbox(place, "\n".join(lines), font=font)
+        draw.rectangle((left - 15, top - 15, right + 15, bottom + 15), fill=(235, 230, 220))
+        draw.multiline_text(place, "\n".join(lines), font=font, fill=(30, 30, 40))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        made.append(_sample(index, buffer.getvalue(), "image/png", f'A sign that says "{" ".join(lines)}"'))
+    return made
+
+
+def _sample(index: int, media: bytes, media_type: str, prompt: str) -> EncodedSample:
+    return EncodedSample(media, media_type, prompt, {}, str(index // GROUP), str(index))
+
+
+async def _compare(
+    case: Case, samples: Sequence[EncodedSample], process: psutil.Process, address: str, rounds: int
+) -> dict[str, float]:
+    scorer = make(case.scorer, case.settings, 1)
+    assert isinstance(scorer, Scorer)
+    params, evaluate = scorer.parse(case.params), Evaluator(scorer, 0)
+    batches = list(groups(samples))
+    direct: list[float] = []
+    served: list[float] = []
+    ratios: list[float] = []
+    cpu = [0.0, 0.0]
+    async with open_channel(address) as channel:
+        described = await RewardServiceStub(channel).Describe(DescribeRequest(), timeout=DEADLINE_S)
+        score = score_method(channel)
+
+        async def call(samples: Sequence[EncodedSample]) -> None:
+            response = await score(ScoreCall(samples, case.params).write(), timeout=DEADLINE_S)
+            assert all(given.WhichOneof("outcome") == "score" for given in response.scores)
+
+        async def ask(batch: Sequence[EncodedSample]) -> None:
+            await asyncio.gather(*map(call, chunks(batch, GROUP, wished_bytes=described.call_bytes)))
+
+        evaluate(batches[0], params)
+        await ask(batches[0])
+        for turn in range(rounds):
+            batch = batches[turn % len(batches)]
+            spent, start = time.process_time(), time.perf_counter()
+            evaluate(batch, params)
+            direct.append(time.perf_counter() - start)
+            cpu[0] += time.process_time() - spent
+            spent, start = time.process_time() + cpu_seconds(process), time.perf_counter()
+            await ask(batch)
+            served.append(time.perf_counter() - start)
+            cpu[1] += time.process_time() + cpu_seconds(process) - spent
+            ratios.append(served[-1] / direct[-1])
+        start = time.perf_counter()
+        await asyncio.gather(*(ask(batch) for batch in batches))
+        rate = len(samples) / (time.perf_counter() - start)
+    evaluate.close()
+    return {
+        "direct_ms": 1000 * statistics.median(direct),
+        "service_ms": 1000 * statistics.median(served),
+        "ratio": statistics.median(ratios),
+        "direct_cpu_ms": 1000 * cpu[0] / rounds / GROUP,
+        "service_cpu_ms": 1000 * cpu[1] / rounds / GROUP,
+        "samples_per_s": rate,
+    }
+
+
+def groups(samples: Sequence[EncodedSample]) -> Iterator[Sequence[EncodedSample]]:
+    return (samples[start : start + GROUP] for start in range(0, len(samples), GROUP))
+
+
+if __name__ == "__main__":
+    main()

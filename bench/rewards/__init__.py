@@ -1,1 +1,0 @@
-"""Cost of rewards and judges, and what training against them teaches."""

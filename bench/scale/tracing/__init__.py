@@ -1,1 +1,0 @@
-"""What traces cost a controller (`__main__.py`), and a collector that takes them."""

@@ -1,1 +1,0 @@
-"""Speed and memory of rollout, trainer, publication and the whole loop."""

@@ -1,1 +1,0 @@
-"""A whole job as services: `python -m bench.speed.loop`."""

@@ -1,1 +1,0 @@
-"""How long weights take from a trainer to rollouts: `python -m bench.speed.publish`."""

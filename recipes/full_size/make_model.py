@@ -1,0 +1,132 @@
+"""A checkpoint folder of Qwen-Image at its real size without weights, for jobs with `model.load_format = "dummy"`.
+
+    python -m recipes.full_size.make_model DIRECTORY [--layers N] [--tiny]
+
+Configurations are those of the real model: a transformer of 20.4 B parameters, the text encoder of Qwen2.5-VL-7B, the
+autoencoder and the scheduler. The tokenizer is the tiny model's: the template's words are one token each, all else is
+bytes. `prompts.txt` holds prompts whose embeddings are 128 tokens long, each with four letters to write in quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from transformers import Qwen2_5_VLConfig
+
+from recipes.tiny.components import build_scheduler, build_tokenizer, media_token_ids
+
+PROMPTS = "prompts.txt"
+TEXT_TOKENS = 128
+TEMPLATE_END = 5
+"""Tokens of the template after the prompt, which stay: <|im_end|>, line end, <|im_start|>, assistant, line end."""
+NUM_PROMPTS = 512
+CLASSES = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "transformer": ("diffusers", "QwenImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKLQwenImage"),
+}
+REAL_TEXT = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+}
+REAL_VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+TINY_TEXT = REAL_TEXT | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6},
+}
+TINY_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+TINY_TRANSFORMER = {
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 128,
+    "axes_dims_rope": (8, 12, 12),
+}
+
+
+def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bool = False) -> Path:
+    """Writes the folder and returns it. `tiny` keeps every part and shrinks it; `num_layers`: of the transformer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    transformer: dict[str, Any] = TINY_TRANSFORMER if tiny else {}
+    if num_layers is not None:
+        transformer = transformer | {"num_layers": num_layers}
+    with torch.device("meta"):
+        parts: dict[str, Any] = {
+            "transformer": QwenImageTransformer2DModel(**transformer),
+            "vae": AutoencoderKLQwenImage(**({"base_dim": 16, "num_res_blocks": 1} if tiny else {})),
+        }
+    parts["scheduler"] = build_scheduler()
+    for name, part in parts.items():
+        part.save_config(directory / name)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(directory / "tokenizer")
+    _text_config(tokenizer, tiny=tiny).save_pretrained(directory / "text_encoder")
+    index = {"_class_name": "QwenImagePipeline", "_diffusers_version": diffusers.__version__, **CLASSES}
+    (directory / "model_index.json").write_text(json.dumps(index, indent=2))
+    prompts = make_prompts(tokenizer, NUM_PROMPTS, TEXT_TOKENS - TEMPLATE_END)
+    (directory / PROMPTS).write_text("\n".join(prompts) + "\n")
+    return directory
+
+
+def make_prompts(tokenizer: Any, count: int, num_tokens: int, seed: int = 0) -> list[str]:
+    """Different prompts of this many tokens each: words of the recipe's kind, then filler to the length."""
+    draw = random.Random(seed)
+    return [_prompt(tokenizer, "".join(draw.choices(string.ascii_uppercase, k=4)), num_tokens) for _ in range(count)]
+
+
+def _prompt(tokenizer: Any, word: str, num_tokens: int) -> str:
+    start = f'A sign that says "{word}" in '
+    missing = num_tokens - len(tokenizer(start).input_ids)
+    prompt = start + ("v" * missing)
+    assert len(tokenizer(prompt).input_ids) == num_tokens
+    return prompt
+
+
+def _text_config(tokenizer: Any, *, tiny: bool) -> Qwen2_5_VLConfig:
+    special = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = (TINY_TEXT if tiny else REAL_TEXT) | special | {"pad_token_id": tokenizer.pad_token_id}
+    vision = TINY_VISION | {"fullatt_block_indexes": [0]} if tiny else REAL_VISION
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **media_token_ids(tokenizer)
+    )
+    config.architectures = [CLASSES["text_encoder"][1]]
+    return config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.full_size.make_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, help="transformer blocks (60)")
+    parser.add_argument("--tiny", action="store_true", help="the same parts, shrunk, for tests on a laptop")
+    options = parser.parse_args()
+    print(write_checkpoint(options.directory, num_layers=options.layers, tiny=options.tiny))
+
+
+if __name__ == "__main__":
+    main()
