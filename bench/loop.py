@@ -64,7 +64,7 @@ class Watched:
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    options = flags().parse_args()
     with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
         model = options.model or write_checkpoint(Path(scratch) / "model", tiny=options.tiny)
         spec = parse_job(job(options, model))
@@ -243,7 +243,7 @@ def _value(row: Row, name: str) -> float:
     return row.get(name) or 0.0
 
 
-def _parser() -> argparse.ArgumentParser:
+def flags() -> argparse.ArgumentParser:
     parser = report.parser("loop", __doc__)
     parser.add_argument("--model", type=Path, help="a folder of recipes.full_size.make_model (made)")
     parser.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, float32 but for fp8")

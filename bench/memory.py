@@ -29,14 +29,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = write_checkpoint(Path(scratch) / "model")
-        rows = [*compared(read_all(options.results), model)]
+        files = {path.stem: json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))}
+        rows = [*compared(files, model)]
     report.finish("memory", options, rows, ["row", "of", "measured", "predicted"])
     return 0
-
-
-def read_all(directory: Path) -> dict[str, dict[str, Any]]:
-    """Result files by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))}
 
 
 def compared(rows: Mapping[str, Mapping[str, Any]], model: Path) -> Iterator[dict[str, Any]]:
@@ -44,15 +40,20 @@ def compared(rows: Mapping[str, Mapping[str, Any]], model: Path) -> Iterator[dic
     for name, row in rows.items():
         for figure in row.get("figures", ()):
             if figure.get("bench") == "loop":
-                spec = parse_job(loop.job(argparse.Namespace(**figure["settings"]), model))
+                spec = parse_job(loop.job(_options(loop.flags(), figure["settings"]), model))
                 measured = figure["services"]["others"]["perf/peak_memory_gib"]
                 yield _row(name, "trainer", measured, predict(spec).trainer.peak)
             elif figure.get("row") == "service" and figure["engine"] == "diffusers":
                 yield _row(name, "rollout", figure["peak_gib"], predict(_replica(figure, model)).rollout.peak)
             elif "ms_per_row" in figure:
-                spec = train.bench_job(model, argparse.Namespace(**figure), figure["world_size"])
+                spec = train.bench_job(model, _options(train.flags(), figure), figure["world_size"])
                 peak = predict(spec, text_tokens=figure["text"]).trainer.peak
                 yield _row(name, "trainer", figure["peak_gib"], peak)
+
+
+def _options(flags: argparse.ArgumentParser, given: Mapping[str, Any]) -> argparse.Namespace:
+    """Options of a script that were given, and the defaults of others: an older file has fewer."""
+    return argparse.Namespace(**{**vars(flags.parse_args([])), **given})
 
 
 def _row(name: str, of: str, measured: float, predicted: float) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _row(name: str, of: str, measured: float, predicted: float) -> dict[str, Any
 
 
 def _replica(figure: Mapping[str, Any], model: Path) -> JobSpec:
-    """The job whose rollout bench.rollout's replica was."""
+    """The job of a replica that `bench.rollout` measured."""
     adapter = (
         {"rank": figure["lora_rank"]} if figure["lora_rank"] else {"rank": 1, "target_modules": [rollout.ONE_LINEAR]}
     )

@@ -46,7 +46,7 @@ COLUMNS = {
 
 
 def main() -> None:
-    options = _options()
+    options = flags().parse_args()
     ranks = Ranks()
     row: dict[str, Any] = {"bench": "train", "world_size": ranks.world_size}
     row |= {name: value for name, value in vars(options).items() if value is not None and name != "json"}
@@ -89,7 +89,6 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "compile": options.compile,
                 "deterministic": options.deterministic,
                 "sharding": options.sharding,
-                "base_gradients": options.base_gradients,
                 "quantization": options.quantization,
                 "optimizer": {"state": options.state, "lr": 1e-5},
             },
@@ -178,14 +177,13 @@ def _batch(engine: Engine, options: argparse.Namespace, micro: MicroBatch) -> St
     )
 
 
-def _options() -> argparse.Namespace:
+def flags() -> argparse.ArgumentParser:
     parser = report.parser("train", __doc__)
     parser.add_argument("--mode", choices=("lora", "full"), default="lora")
     parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch (8)")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an update and rank (1)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
-    parser.add_argument("--base-gradients", choices=("fp8", "bf16"), default="fp8", help="with --base fp8")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--sharding", choices=("auto", "replicate", "fsdp"), default="auto")
     parser.add_argument("--compile", action="store_true")
@@ -200,7 +198,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured updates (4)")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
