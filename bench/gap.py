@@ -156,7 +156,7 @@ def request(options: argparse.Namespace) -> GenerationRequest:
 
 
 def stored(batches: list[GeneratedBatch]) -> dict[str, Tensor]:
-    """What a trainer is given, by name; rows in order."""
+    """Returns the tensors that a trainer gets, by name; rows in order."""
     samples = [sample for batch in batches for sample in batch.samples]
     paths = [sample.record for sample in samples if isinstance(sample.record, Trajectory)]
     tensors = {

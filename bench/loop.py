@@ -41,7 +41,7 @@ POLL_S = 0.2
 STEP_LIMIT_S = 900.0
 """Longest wait for one step."""
 BUSY_PARTS = ("encode", "denoise", "decode")
-"""Parts of `flowfleet_rollout_seconds_total` that hold the accelerator; publishing runs beside the next batch."""
+"""Parts of `flowfleet_rollout_seconds_total` that hold the accelerator; publishing overlaps the next batch."""
 TRAINER_PHASES = ("load_samples", "ref", "old_log_prob", "old_policy", "update_actor")
 """Metrics `timing_s/…` inside the trainer."""
 WAITS = ("reward", "adv")
@@ -57,7 +57,7 @@ Row = Mapping[str, float | None]
 
 @dataclass
 class Watched:
-    """What was seen of a job: rows by step, and the rollouts' busy seconds when the warm-up and the last step ended."""
+    """Observations of a job: rows by step, and the rollouts' busy seconds when the warm-up and the last step ended."""
 
     rows: dict[int, Row] = field(default_factory=dict)
     marks: list[tuple[float, dict[str, float]]] = field(default_factory=list)

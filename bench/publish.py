@@ -185,7 +185,7 @@ async def _serve(number: int, store: TCPStore) -> None:
 
 
 def make_spec(folder: str, mode: str) -> JobSpec:
-    """The job that receivers are told."""
+    """Returns the job that receivers get."""
     trainer = {"mode": mode, "lora": {"rank": RANK, "alpha": 2 * RANK}} if mode == "lora" else {"mode": mode}
     return parse_job(
         {

@@ -87,7 +87,7 @@ def started(*flags: str) -> Iterator[Replica]:
 async def publish_adapter(
     stub: Any, blobs: BlobStore, model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, version: int = 0
 ) -> None:
-    """All four phases of an update with a random adapter; the replica serves it afterwards."""
+    """Runs all four phases of an update with a random adapter; the replica serves it afterwards."""
     state = random_adapter(model, spec)
     ref = await blobs.put(keys.blob(JOB, "adapter"), lora.adapter_to_bytes(state))
     place: dict[str, Any] = {"job_id": JOB, "version": version}

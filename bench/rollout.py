@@ -48,7 +48,7 @@ ONE_LINEAR = "transformer_blocks.0.attn.to_q"
 
 @dataclass
 class Calls:
-    """What came of the calls, in the order in which they ended."""
+    """Results of the calls, in the order in which they ended."""
 
     ended: list[float] = field(default_factory=list)
     samples: list[list[common_pb2.Sample]] = field(default_factory=list)
@@ -158,7 +158,7 @@ async def feed(stub: Any, replica: Replica, waiting: list[rollout_pb2.GenerateRe
 
 
 def requests(options: argparse.Namespace) -> list[rollout_pb2.GenerateRequest]:
-    """One a call, warm-up included: `batch` samples of one prompt, two noisy steps recorded."""
+    """Returns a request per call, warm-up included: `batch` samples of one prompt, two noisy steps recorded."""
     prompts = (options.model / PROMPTS).read_text().splitlines()
     sampling = rollout_pb2.Sampling(
         height=options.size,

@@ -54,7 +54,7 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a recipe in one way with one seed. `changes` come after those of the way."""
+    """A training: a recipe in one way with one seed. `changes` come after those of the way."""
 
     recipe: str
     way: str

@@ -102,7 +102,7 @@ class Monolith:
         self.publish()
 
     def step(self, step: int) -> dict[str, float]:
-        """All phases in turn. Seconds by phase, `step` being the whole."""
+        """Runs all phases in turn. Returns seconds by phase, `step` being the whole."""
         timings = Timings()
         start = time.perf_counter()
         with timings("gen"):
@@ -307,6 +307,6 @@ def _evaluator(reward: str, num_threads: int) -> Evaluator[Any] | ProcessPool:
 
 
 def _negative(row: tuple[GeneratedBatch, GeneratedSample], device: torch.device) -> PromptEmbeds | None:
-    """One row for all; none without guidance."""
+    """Returns the row that all samples share; none without guidance."""
     batch, sample = row
     return batch.negative[sample.group].to(device) if batch.negative else None

@@ -89,7 +89,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag a setting."""
+    """Adds a flag for each setting."""
     for item in fields(Load):
         kind = int if item.type == "int" else float
         parser.add_argument(

@@ -116,7 +116,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def _publish(self, request: rollout_pb2.GenerateRequest) -> list[common_pb2.Sample]:
-        """One pipeline, where a real replica takes its time for each command: the simulation is to be cheap."""
+        """Writes in one pipeline. A real replica sends each command alone, but the simulation must be cheap."""
         pipe = self._redis.pipeline(transaction=False)
 
         def put(kind: str, *place: int, data: bytes) -> common_pb2.BlobRef:

@@ -1,4 +1,4 @@
-"""What simulated services have in common: their servers, and what they noted, written when they are ended."""
+"""Servers of the simulated services, and their notes, which they write when they end."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _draw_pair(figure: Any, cell: Any, pair: Pair) -> None:
 
 
 def words_of(prompt: str, width: int = 24) -> str:
-    """What a prompt asks to be written, else the start of the prompt, of `width` characters at most."""
+    """Returns the words that a prompt wants written, else the start of the prompt, of `width` characters at most."""
     parts = prompt.split('"')
     return parts[1] if len(parts) > 2 else textwrap.shorten(prompt, width, placeholder="…")
 

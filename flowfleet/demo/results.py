@@ -1,4 +1,4 @@
-"""What is fetched from a finished job by REST, and the summary made of it."""
+"""Fetches a finished job by REST, and summarizes it."""
 
 from __future__ import annotations
 

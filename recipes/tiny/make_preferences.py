@@ -49,7 +49,7 @@ def make(options: argparse.Namespace) -> int:
 
 
 def _scores(pictures: Any, prompts: list[str]) -> list[float]:
-    """What the demo's reward gives; a picture without a score counts as 0, the worst."""
+    """Returns the demo's rewards; a picture without a score counts as 0, the worst."""
     scorer = OcrScorer(usable_cpus())
     params = scorer.parse(read_job_file(JOB_FILE)["rewards"]["ocr"]["params"])
     samples = [

@@ -90,7 +90,7 @@ def draw_prompts(rng: random.Random, held_out: frozenset[str] = frozenset()) -> 
 
 
 def draw_example(seed: int, wrong_share: float, held_out: frozenset[str]) -> Example:
-    """One training pair, a function of `seed` alone; with probability `wrong_share` the caption names a random word."""
+    """Draws a training pair from `seed` alone; with probability `wrong_share` the caption names a random word."""
     rng = random.Random(seed)
     sign = draw_sign(rng, held_out)
     pixels = render(sign, rng)

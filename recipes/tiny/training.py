@@ -104,7 +104,7 @@ def encode_images(vae: Any, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_prompts(pipeline: Any, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """What the pipeline feeds its transformer: embeddings (N, T, 128) fp32, zero where padded, and mask (N, T) bool."""
+    """Returns the transformer's input: embeddings (N, T, 128) fp32, zero where padded, and mask (N, T) bool."""
     parts = []
     for start in range(0, len(prompts), EMBEDDING_BATCH):
         embeds, mask = pipeline.encode_prompt(prompts[start : start + EMBEDDING_BATCH])

@@ -60,7 +60,7 @@ _TEMPLATE: Final = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """A tokenizer with a token per word."""
     vocabulary = {token: place for place, token in enumerate((*_SPECIAL, *_WORDS, *COLORS))}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -65,7 +65,7 @@ def make_tiny_bagel(path: Path, *, seed: int = 0) -> Path:
 
 
 def write_configurations(path: Path, tokenizer: Qwen2Tokenizer) -> None:
-    """What the folder holds besides weights."""
+    """Writes the folder's files besides weights."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
     llm: dict[str, Any] = LLM | {"vocab_size": len(tokenizer)}

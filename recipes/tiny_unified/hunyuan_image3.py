@@ -111,7 +111,7 @@ def make_hunyuan_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Every stored tensor, by its stored name."""
+    """Returns the stored tensors by their stored names."""
     shape = TransformerConfig.of(config)
     transformer, vae = HunyuanImage3Transformer(shape), HunyuanImage3Vae(config["vae"])
     table = TokenTable(config["vocab_size"], shape.hidden_size)

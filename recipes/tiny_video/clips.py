@@ -48,7 +48,7 @@ RENDER_BATCH = 1024
 
 @dataclass(frozen=True)
 class Clip:
-    """What a prompt asks for: keys of `COLORS`, `DIRECTIONS` and `RADII`, and one of `SHAPES`."""
+    """The content that a prompt asks for: keys of `COLORS`, `DIRECTIONS` and `RADII`, and one of `SHAPES`."""
 
     color: str
     shape: str
@@ -62,7 +62,7 @@ class Clip:
 
     @property
     def held_out(self) -> bool:
-        """Whether its color, shape and direction are never trained on together."""
+        """Tells whether its color, shape and direction are never trained on together."""
         numbers = [list(names).index(name) for names, name in zip(_TRIPLE, self._triple, strict=True)]
         return (numbers[0] + numbers[1]) % len(DIRECTIONS) == numbers[2]
 

@@ -39,7 +39,7 @@ class Learner:
         self._step = self._recorded() if on_gpu else self._once
 
     def step(self, rate: float) -> Tensor:
-        """One update; returns the loss, 0-d."""
+        """Makes an update; returns the loss, 0-d."""
         group = self._optimizer.param_groups[0]
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -127,7 +127,7 @@ def encode_films(vae: Any, films: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_prompts(pipeline: Any, prompts: list[str]) -> Tensor:
-    """What the pipeline feeds its transformer: embeddings (N, 512, 64) fp32, zero where padded."""
+    """Returns the transformer's input: embeddings (N, 512, 64) fp32, zero where padded."""
     starts = range(0, len(prompts), EMBEDDING_BATCH)
     parts = [prompts[start : start + EMBEDDING_BATCH] for start in starts]
     embeds = [

@@ -1,4 +1,4 @@
-"""What the tiny judge is taught: is the word above the middle of its sign? Pictures, and the answer from their pixels.
+"""Lessons of the tiny judge: is the word above the middle of its sign? Pictures, and the answer from their pixels.
 
 `word_rise` measures. It labels the lessons, and checks the judge and what it trains by other means than a judge.
 """

@@ -52,7 +52,7 @@ class ChatRequest(BaseModel):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said. `log_probs` (tokens, vocabulary) fp32: what each token was drawn from."""
+    """The model's answer. `log_probs` (tokens, vocabulary) fp32: what each token was drawn from."""
 
     token_ids: list[int]
     log_probs: torch.Tensor

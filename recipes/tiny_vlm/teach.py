@@ -65,7 +65,7 @@ class Lessons:
         return inputs, truth
 
     def targets(self, truth: Tensor) -> Tensor:
-        """What is to follow the question and the answer: the answer, and the end. (size, 2)."""
+        """Returns the tokens that follow the question and the answer: the answer, and the end. (size, 2)."""
         ends = torch.full((len(truth), 1), self._vlm.tokenizer.eos_token_id)
         return torch.cat([self._answers[truth], ends], dim=1)
 
@@ -75,7 +75,7 @@ class Lessons:
 
 
 def conversation(rubric: Rubric) -> list[dict[str, Any]]:
-    """What the scorer `vlm` sends for a rubric without slots of text."""
+    """Returns the conversation that the scorer `vlm` sends for a rubric without slots of text."""
     parts = [
         {"type": "text", "text": value} if kind == "text" else {"type": "image_url"} for kind, value in rubric.pieces
     ]

@@ -1,4 +1,4 @@
-"""What a machine without network is given: the closure of requirements, and an archive like site-packages."""
+"""The bundle for a machine without network: the closure of requirements, and an archive like site-packages."""
 
 import os
 import tarfile
