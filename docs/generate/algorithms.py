@@ -1,6 +1,6 @@
-"""The generated tables of docs/algorithms.md: what the registry says of algorithms and losses.
+"""The generated table of docs/algorithms.md: what the registry says of each algorithm.
 
-`python -m docs.generate.algorithms` rewrites them, in the directory of the repository. Free of torch.
+`python -m docs.generate.algorithms` rewrites it, in the directory of the repository. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,34 +14,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from docs.generate.markdown import rewrite, table
-from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
 from flowfleet.job.spec import NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
 _SHOWN = ("algorithm.loss", "rollout.noise.type", "rollout.noise.eta", "rollout.window.strategy", "rollout.window.size")
 """Settings with a column of their own."""
-_SAMPLES = {
-    "policy": "the policy's noisy steps",
-    "matching": "any sampler's",
-    "distillation": "noisy steps of any sampler",
-    "sequence": "the policy's tokens",
-    "gradient": "any sampler's, and a reward's gradient",
-}
-"""What a kind of loss trains on. Those of any sampler need no correction."""
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
 
 
 def parts() -> dict[str, str]:
-    """Name to content of each generated part of the page."""
+    """Name to content of the generated part of the page."""
     names = ["`algorithm.name`", "source", "step", "window", "loss", "also fills in"]
-    return {
-        "algorithms": table(names, map(_algorithm_row, ALGORITHMS.values())),
-        "losses": table(
-            ["`algorithm.loss`", "kind", "samples", "reads of its own", "brings", "needs"],
-            map(_loss_row, LOSSES.values()),
-        ),
-    }
+    return {"algorithms": table(names, map(_algorithm_row, ALGORITHMS.values()))}
 
 
 def _algorithm_row(algorithm: Algorithm) -> list[str]:
@@ -63,27 +49,6 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
     return [f"`{algorithm.name}`", f"{title}. {algorithm.summary}", step, window, f"`{algorithm.loss}`", _listed(also)]
-
-
-def _loss_row(loss: Loss) -> list[str]:
-    needs = {
-        "the old policy's means: no bypass": loss.needs_old_mean,
-        "Gaussian log-probs: not `cps`": loss.needs_gaussian,
-        "pairs": loss.needs_pairs,
-        "whole groups in a micro-batch": loss.needs_groups,
-        "the model before training": loss.needs_reference,
-        "an old policy": loss.keeps_old_policy,
-        "rewards with gradients; pictures; one update a step": loss.kind == "gradient",
-    }
-    reads = ", ".join(f"`{name}`" for name in loss.reads)
-    return [
-        f"`{loss.name}`",
-        loss.kind,
-        _SAMPLES[loss.kind],
-        reads or "–",
-        _listed(loss.defaults),
-        ", ".join(text for text, is_needed in needs.items() if is_needed) or "–",
-    ]
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:
