@@ -1,4 +1,4 @@
-"""The generated tables of docs/models.md: which algorithm a family takes, and which pairs `make test-all` runs.
+"""The generated tables of docs/models.md: the pairs of family and algorithm that `make test-all` runs.
 
 `python -m docs.generate.models` rewrites them, in the directory of the repository. Free of torch. `run_cases` chooses
 the pairs from the registries, so a new algorithm or family is run without a change here. tests/e2e/matrix runs them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,18 +140,19 @@ def cases_on(kind: str, pipeline: str, *, writes: bool) -> list[Case]:
 
 
 def parts() -> dict[str, str]:
-    """Name to content of the generated part of the page."""
-    run = {(case.pipeline, case.algorithm) for case in run_cases()}
-    header = ["", "samples", *(f"`{name}`" for name in ALGORITHMS)]
-    core = table(["", "algorithms", "tests in `tests/e2e/matrix`"], map(_core_row, CORE_MODELS))
-    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()]), "core-models": core}
+    """Name to content of each generated part of the page."""
+    support = [_row(family, run_cases()) for family in FAMILIES.values()]
+    return {
+        "support": table(["model", "samples", "`make test-all` trains it by"], support),
+        "core-models": table(["model", "tests in `tests/e2e/matrix`"], map(_core_row, CORE_MODELS)),
+    }
 
 
 def _core_row(model: CoreModel) -> list[str]:
     writes = writes_tokens(ALGORITHMS[model.algorithms[0]])
     modes = {case.algorithm: case.mode for case in cases_on(model.kind, model.pipeline, writes=writes)}
     tests = ", ".join(f"`[{model.kind}-{name}-{modes[name]}]`" for name in model.algorithms)
-    return [model.title, ", ".join(f"✓ `{name}`" for name in model.algorithms), f"`{model.file}`: {tests}"]
+    return [model.title, f"`{model.file}`: {tests}"]
 
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
@@ -177,15 +178,12 @@ def least_settings(algorithm: Algorithm, teacher: str = "job:ID") -> dict[str, A
     return {} if LOSSES[algorithm.loss].reads_rewards else {"teachers": {"teacher": {"adapter": teacher}}}
 
 
-def _row(family: ModelFamily, run: set[tuple[str, str]]) -> list[str]:
+def _row(family: ModelFamily, cases: Sequence[Case]) -> list[str]:
     samples = {"image": "pictures", "video": "videos", "text": "text"}[family.modality] + (
         ", from images" if family.takes_images else ", text" if family.writer else ""
     )
-    cells = [
-        "–" if refusal(family, algorithm) else "✓" if (family.pipeline, algorithm.name) in run else "·"
-        for algorithm in ALGORITHMS.values()
-    ]
-    return [f"{family.title}, `{family.pipeline}`", samples, *cells]
+    run = {case.algorithm for case in cases if case.pipeline == family.pipeline}
+    return [family.title, samples, ", ".join(f"`{name}`" for name in ALGORITHMS if name in run)]
 
 
 def _least_used(names: list[str], used: Counter[str]) -> str:
