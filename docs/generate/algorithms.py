@@ -44,11 +44,10 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
         window = f"`{strategy}`, 1 step of the last quarter"
     elif is_ode:
         step, window = "the ODE (eta 0)", "–"
-    loss = LOSSES[algorithm.loss]
-    others = loss.settings | dict(algorithm.defaults)
+    others = LOSSES[algorithm.loss].settings | dict(algorithm.defaults)
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
-    return [f"`{algorithm.name}`", f"{title}. {algorithm.summary}", step, window, f"`{algorithm.loss}`", _listed(also)]
+    return [f"`{algorithm.name}`", title, step, window, f"`{algorithm.loss}`", _listed(also)]
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:
