@@ -19,8 +19,15 @@ from flowfleet.job.spec import NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
-_SHOWN = ("algorithm.loss", "rollout.noise.type", "rollout.noise.eta", "rollout.window.strategy", "rollout.window.size")
-"""Settings with a column of their own."""
+_SHOWN = (
+    "algorithm.loss",
+    "rollout.noise.type",
+    "rollout.noise.eta",
+    "rollout.window.strategy",
+    "rollout.window.size",
+    "trainer.updates_per_step",
+)
+"""Settings with a column of their own, and the one that the page explains below."""
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
 
 
@@ -40,10 +47,10 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
     elif LOSSES[algorithm.loss].kind == "sequence":
         step, window = "writes tokens", "–"
     elif LOSSES[algorithm.loss].from_steps:
-        step = "the ODE (eta 0)"
+        step = "ODE"
         window = f"`{strategy}`, 1 step of the last quarter"
     elif is_ode:
-        step, window = "the ODE (eta 0)", "–"
+        step, window = "ODE", "–"
     others = LOSSES[algorithm.loss].settings | dict(algorithm.defaults)
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
