@@ -1,6 +1,6 @@
-"""The generated tables of docs/models.md: the pairs of family and algorithm that `make test-all` runs.
+"""The generated table of docs/models.md: the pairs of family and algorithm that `make test-all` runs.
 
-`python -m docs.generate.models` rewrites them, in the directory of the repository. Free of torch. `run_cases` chooses
+`python -m docs.generate.models` rewrites it, in the directory of the repository. Free of torch. `run_cases` chooses
 the pairs from the registries, so a new algorithm or family is run without a change here. tests/e2e/matrix runs them.
 """
 
@@ -22,37 +22,15 @@ PAGE = Path("docs/models.md")
 MODES = ("lora", "full")
 
 
-class CoreModel(NamedTuple):
-    """A core model with the algorithms that `make test-all` always runs on it."""
-
-    title: str
-    kind: str
-    """Its tiny checkpoint in tests/e2e/matrix."""
-    pipeline: str
-    file: str
-    """The file there that runs it."""
-    algorithms: tuple[str, ...]
-
-
-CORE_MODELS = (
-    CoreModel(
-        "Qwen-Image",
-        "qwen_image",
-        "QwenImagePipeline",
-        "test_from_text.py",
-        ("flow_grpo", "flow_dppo", "mix_grpo", "grpo_guard", "diffusion_nft", "dpo"),
-    ),
-    CoreModel("BAGEL, pictures", "bagel", "BagelForConditionalGeneration", "test_from_text.py", ("flow_grpo",)),
-    CoreModel("BAGEL, answers", "bagel", "BagelForConditionalGeneration", "test_texts.py", ("gspo",)),
-    CoreModel(
-        "Qwen3-Omni Thinker", "thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "test_texts.py", ("gspo",)
-    ),
-    CoreModel("Wan2.2", "wan_two_experts", "WanPipeline", "test_edits_and_videos.py", ("dance_grpo",)),
-    CoreModel("SD3.5", "stable_diffusion_3", "StableDiffusion3Pipeline", "test_from_text.py", ("flow_grpo", "dpo")),
-    CoreModel(
-        "HunyuanImage-3.0", "hunyuan_image3", "HunyuanImage3ForCausalMM", "test_from_text.py", ("mix_grpo", "srpo")
-    ),
-)
+CORE_MODELS = {
+    "QwenImagePipeline": ("flow_grpo", "flow_dppo", "mix_grpo", "grpo_guard", "diffusion_nft", "dpo"),
+    "BagelForConditionalGeneration": ("flow_grpo", "gspo"),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": ("gspo",),
+    "WanPipeline": ("dance_grpo",),
+    "StableDiffusion3Pipeline": ("flow_grpo", "dpo"),
+    "HunyuanImage3ForCausalMM": ("mix_grpo", "srpo"),
+}
+"""Pipelines of core models, each with the algorithms that `make test-all` always runs on it."""
 
 
 class Case(NamedTuple):
@@ -109,7 +87,7 @@ def run_cases() -> list[Case]:
     for writes in (False, True):
         families = {name: family for name, family in FAMILIES.items() if family.trains(writes_tokens=writes)}
         suited = {name: known for name, known in ALGORITHMS.items() if writes_tokens(known) == writes}
-        core = [(model.pipeline, name) for model in CORE_MODELS for name in model.algorithms if name in suited]
+        core = [(pipeline, name) for pipeline, names in CORE_MODELS.items() for name in names if name in suited]
         cases += choose_cases(
             families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]), core
         )
@@ -140,19 +118,9 @@ def cases_on(kind: str, pipeline: str, *, writes: bool) -> list[Case]:
 
 
 def parts() -> dict[str, str]:
-    """Name to content of each generated part of the page."""
-    support = [_row(family, run_cases()) for family in FAMILIES.values()]
-    return {
-        "support": table(["model", "samples", "`make test-all` trains it by"], support),
-        "core-models": table(["model", "tests in `tests/e2e/matrix`"], map(_core_row, CORE_MODELS)),
-    }
-
-
-def _core_row(model: CoreModel) -> list[str]:
-    writes = writes_tokens(ALGORITHMS[model.algorithms[0]])
-    modes = {case.algorithm: case.mode for case in cases_on(model.kind, model.pipeline, writes=writes)}
-    tests = ", ".join(f"`[{model.kind}-{name}-{modes[name]}]`" for name in model.algorithms)
-    return [model.title, f"`{model.file}`: {tests}"]
+    """Name to content of the generated part of the page."""
+    rows = [_row(family, run_cases()) for family in FAMILIES.values()]
+    return {"support": table(["model", "samples", "`make test-all` trains it by"], rows)}
 
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
