@@ -13,6 +13,8 @@ from docs.generate import scorers as scorer_tables
 from docs.generate.markdown import outdated, replaced, rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.spec import parse_job
+from services.controller.limits import Limits
+from services.controller.retention.keep import Keep
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / tables.PAGE
