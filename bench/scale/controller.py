@@ -22,7 +22,7 @@ from services.controller.__main__ import main as controller_main
 from services.controller.fleet.directory import Directory
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from services.controller.trainers.launcher import Launcher
 
 BEAT_S = 0.05
@@ -72,7 +72,7 @@ def main() -> int:
     def make(
         settings: ControllerSettings,
         redis: Redis,
-        store: JobStore,
+        store: Store,
         registry: CollectorRegistry,
         launcher: Launcher,
         directory: Directory,

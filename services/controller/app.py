@@ -37,7 +37,7 @@ from services.controller.retention.memory import Memory
 from services.controller.scaling.deletion_cost import keep_deletion_costs
 from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 
 def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -> FastAPI:
@@ -89,7 +89,7 @@ async def _start(
     await redis.ping()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    store = JobStore(redis)
+    store = Store(redis)
     platform = open_platform(settings, registry)
     await platform.directory.start()
     stack.push_async_callback(platform.directory.stop)

@@ -1,4 +1,4 @@
-"""What the REST surface needs of the part that runs jobs. The two meet here and in the JobStore, nowhere else."""
+"""What the REST surface needs of the part that runs jobs. The two meet here and in the store, nowhere else."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from redis.asyncio import Redis
 from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from services.controller.trainers.launcher import Launcher
 
 
 class Scheduler(Protocol):
     async def start(self) -> None:
-        """Takes up every job of `store.active()` when this controller leads; returns once it watches, not once they
-        ended."""
+        """Takes up every job of `store.jobs.active()` when this controller leads; returns once it watches, not once
+        they ended."""
 
     async def stop(self) -> None:
         """Leaves the jobs as they are, for the next controller to take up."""
@@ -47,5 +47,5 @@ class Scheduler(Protocol):
         """The rollout replicas known now."""
 
 
-SchedulerFactory = Callable[[ControllerSettings, Redis, JobStore, CollectorRegistry, Launcher, Directory], Scheduler]
+SchedulerFactory = Callable[[ControllerSettings, Redis, Store, CollectorRegistry, Launcher, Directory], Scheduler]
 """The runner's own metrics go into the registry, which `/metrics` shows."""

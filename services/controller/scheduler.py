@@ -50,11 +50,11 @@ from services.controller.rewards.scoring import Scoring
 from services.controller.scaling.demand import DemandHash, demand, work_of
 from services.controller.settings import ControllerSettings
 from services.controller.store.changes import listen, notify
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.records import JobRecord
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
+from services.controller.store.store import Store
 from services.controller.trainers.client import JobTrainer
 from services.controller.trainers.launcher import Launcher, LocalLauncher, stop_for_good
 
@@ -77,7 +77,7 @@ class JobScheduler:
         self,
         settings: ControllerSettings,
         redis: Redis,
-        store: JobStore,
+        store: Store,
         registry: CollectorRegistry,
         launcher: Launcher | None = None,
         directory: Directory | None = None,
@@ -116,7 +116,7 @@ class JobScheduler:
         """Records of the jobs that have not ended, as of the last check; the submitted job never changes."""
         self._running: dict[str, JobDriver] = {}
         """Drivers by job, while they run."""
-        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, self._store.add_seconds)
+        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, self._store.lists.add_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -194,7 +194,7 @@ class JobScheduler:
         while True:
             self._wake.clear()
             with _may_fail():
-                active = await self._store.active()
+                active = await self._store.jobs.active()
                 if not tasks:
                     await self._end_others(active)
                     await self._quarantine.take_over()
@@ -213,7 +213,7 @@ class JobScheduler:
         """Keeps what the page shows of the rewards' calls."""
         while True:
             with _may_fail():
-                await self._store.put_reward_load(self._reward_calls.load())
+                await self._store.rewards.put_load(self._reward_calls.load())
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _end_others(self, active: Collection[str]) -> None:
@@ -247,12 +247,12 @@ class JobScheduler:
         """Rollout pool → its oldest job that has not ended. Ends the queued jobs that were cancelled."""
         first: dict[str, JobRecord] = {}
         known, self._records = self._records, {}
-        for job_id, (status, desired) in zip(active, await self._store.statuses(active), strict=True):
-            record = known.get(job_id) or await self._store.get(job_id)
+        for job_id, (status, desired) in zip(active, await self._store.jobs.statuses(active), strict=True):
+            record = known.get(job_id) or await self._store.jobs.get(job_id)
             self._records[job_id] = record = record.model_copy(update={"status": status, "desired": desired})
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
             if unwanted and job_id not in self._jobs.values():
-                await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
+                await self._store.jobs.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
             elif record.status is not JobStatus.QUARANTINED or await self._is_back(record):
                 first.setdefault(record.pool, record)
         return first
@@ -263,17 +263,17 @@ class JobScheduler:
             if reason := await self._quarantine.reason(job_id):
                 await end([tasks[pool] for pool, driven in self._jobs.items() if driven == job_id and pool in tasks])
                 await stop_for_good(self._launcher, job_id)
-                await self._store.set_status(job_id, JobStatus.QUARANTINED, reason)
+                await self._store.jobs.set_status(job_id, JobStatus.QUARANTINED, reason)
 
     async def _is_back(self, record: JobRecord) -> bool:
         """Whether the user lifted a job's quarantine. One that is not wanted any more ends."""
         if record.desired is Desired.CANCELLED:
-            await self._store.set_status(record.id, JobStatus.CANCELLED, "cancelled in quarantine")
+            await self._store.jobs.set_status(record.id, JobStatus.CANCELLED, "cancelled in quarantine")
             await forget_gradients(self._folder(record.id))
         if record.desired is not Desired.RUNNING:
             return False
         await self._quarantine.forgive(record.id)
-        await self._store.set_status(record.id, JobStatus.QUEUED, "resumed after its quarantine")
+        await self._store.jobs.set_status(record.id, JobStatus.QUEUED, "resumed after its quarantine")
         return True
 
     async def _run_job(self, job_id: str) -> None:
@@ -284,7 +284,7 @@ class JobScheduler:
         while crash < MAX_CRASHES:
             began = time.monotonic()
             try:
-                record = await self._store.get(job_id)
+                record = await self._store.jobs.get(job_id)
                 if not record.status.terminal:
                     await self._drive(record)
                 return
@@ -322,7 +322,7 @@ class JobScheduler:
     async def _waits_for_its_version(self, record: JobRecord, reason: str) -> bool:
         """Says why the job does not run here; True once it is cancelled."""
         cancelled = record.desired is Desired.CANCELLED
-        await self._store.set_status(record.id, JobStatus.CANCELLED if cancelled else record.status, reason)
+        await self._store.jobs.set_status(record.id, JobStatus.CANCELLED if cancelled else record.status, reason)
         if cancelled:
             await forget_gradients(self._folder(record.id))
         return cancelled
@@ -382,7 +382,7 @@ class JobScheduler:
     async def _fail(self, job_id: str, reason: str) -> None:
         await stop_for_good(self._launcher, job_id)
         try:
-            await self._store.set_status(job_id, JobStatus.FAILED, reason)
+            await self._store.jobs.set_status(job_id, JobStatus.FAILED, reason)
         except (Conflict, NotFound, RedisError) as error:
             log.error("could not record the job's failure: %s", error, extra={"job": job_id})
         await forget_gradients(self._folder(job_id))

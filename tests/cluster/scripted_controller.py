@@ -18,7 +18,7 @@ from services.controller.__main__ import main
 from services.controller.fleet.directory import Directory, StaticDirectory
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from services.controller.trainers.launcher import Launcher
 from tests.services.controller.scripted import ScriptedLauncher, ScriptedReward, ScriptedRollout, ScriptedTrainer
 
@@ -43,7 +43,7 @@ class ScriptedRunner(JobScheduler):
         self,
         settings: ControllerSettings,
         redis: Redis,
-        store: JobStore,
+        store: Store,
         registry: CollectorRegistry,
         launcher: Launcher,
         directory: Directory,

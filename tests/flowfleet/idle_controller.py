@@ -8,24 +8,24 @@ from typing import Any, TypeVar
 from services.controller.api.server import Server
 from services.controller.app import create_app
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from tests.services.controller.conftest import IdleRunner
 
 T = TypeVar("T")
 
 
-async def with_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+async def with_store(redis_url: str, act: Callable[[Store], Awaitable[T]]) -> T:
     """Does something with the job store, as the part that runs jobs would."""
     from flowfleet.redis.client import connect
 
     redis = connect(redis_url)
     try:
-        return await act(JobStore(redis))
+        return await act(Store(redis))
     finally:
         await redis.aclose()
 
 
-def in_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+def in_store(redis_url: str, act: Callable[[Store], Awaitable[T]]) -> T:
     """Does the same for a test of a synchronous client."""
     import asyncio
 

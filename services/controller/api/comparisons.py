@@ -7,7 +7,7 @@ import asyncio
 from flowfleet.client.types import Comparison, Purpose
 from flowfleet.lru import LruCache
 from services.controller.rewards.comparison import compare
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 MAX_KNOWN = 256
 """Comparisons that are kept."""
@@ -17,12 +17,12 @@ class Comparisons:
     def __init__(self) -> None:
         self._known: LruCache[tuple[str, str, Purpose], tuple[tuple[int, bytes], Comparison]] = LruCache(MAX_KNOWN)
 
-    async def of(self, store: JobStore, job_id: str, pair: str, purpose: Purpose) -> Comparison:
+    async def of(self, store: Store, job_id: str, pair: str, purpose: Purpose) -> Comparison:
         """Compares a pair over its newest groups."""
-        key, mark = (job_id, pair, purpose), await store.shadow_mark(job_id, pair, purpose)
+        key, mark = (job_id, pair, purpose), await store.shadows.mark(job_id, pair, purpose)
         known = self._known.get(key)
         if known is None or known[0] != mark:
-            groups = await store.shadow_scores(job_id, pair, purpose)
+            groups = await store.shadows.scores(job_id, pair, purpose)
             known = mark, await asyncio.to_thread(compare, groups)
             self._known.put(key, known)
         return known[1]

@@ -25,7 +25,7 @@ from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 T = TypeVar("T")
 _JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -35,7 +35,7 @@ _JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0
 class Services:
     settings: ControllerSettings
     redis: Redis
-    store: JobStore
+    store: Store
     blobs: BlobStore
     directory: Directory
     runner: Scheduler
@@ -77,7 +77,7 @@ def job_id_of(job_id: str) -> str:
 
 
 async def _existing(job_id: Annotated[str, Depends(job_id_of)], use: Use) -> str:
-    await use.store.status(job_id)
+    await use.store.jobs.status(job_id)
     return job_id
 
 

@@ -1,5 +1,5 @@
-"""One reader of changes for all who watch: it waits for the fleet's notices (store/rows.py), reads what changed once,
-and hands it to every open stream. While nothing changes it does nothing, however many watch.
+"""One reader of changes for all who watch: it waits for the fleet's notices (store/notices.py), reads what changed
+once, and hands it to every open stream. While nothing changes it does nothing, however many watch.
 
     notices ──► rows of the jobs that changed ──► every page
             └─► wakes the streams of a job ──► tail(), one read for all that are as far
@@ -28,7 +28,7 @@ from services.controller.api.keys import Holder
 from services.controller.api.queue import placed
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import wait
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Watcher:
 class Feed:
     """`look` gives something that is equal as long as the fleet is as it was."""
 
-    def __init__(self, store: JobStore, sessions: Sessions, look: Callable[[], object], closing: asyncio.Event) -> None:
+    def __init__(self, store: Store, sessions: Sessions, look: Callable[[], object], closing: asyncio.Event) -> None:
         self._store, self._sessions, self._look, self._closing = store, sessions, look, closing
         self._watchers: set[Watcher] = set()
         self._wanted, self._ready = asyncio.Event(), asyncio.Event()
@@ -141,7 +141,7 @@ class Feed:
         """Rows of these jobs, in order; of those that have not ended with place and reason as of the last reading."""
         known = {job_id: self._rows.get(job_id) for job_id in job_ids}
         number = self._number
-        for row in await self._store.rows([job_id for job_id, row in known.items() if row is None]):
+        for row in await self._store.lists.rows([job_id for job_id, row in known.items() if row is None]):
             known[row.id] = row
             if self._after and number == self._number:  # else it may have changed since it was read
                 self._rows.put(row.id, row)
@@ -149,7 +149,7 @@ class Feed:
 
     async def waiting(self) -> dict[str, JobRow]:
         """Rows of all jobs that have not ended, with their places."""
-        return {row.id: row for row in placed(await self.rows(await self._store.unended_ids()))}
+        return {row.id: row for row in placed(await self.rows(await self._store.jobs.active()))}
 
     def check_soon(self) -> None:
         """Has sessions and keys checked at the next turn."""
@@ -178,11 +178,11 @@ class Feed:
 
     async def _read_once(self) -> None:
         if not self._after:
-            self._after = await self._store.last_notice()
+            self._after = await self._store.notices.last()
             self._ready.set()
             for watcher in self._watchers:  # what came before that notice they read now
                 watcher.ring()
-        found = await self._store.notices(self._after, LOOK_S if self._pages else CHECK_S)
+        found = await self._store.notices.after(self._after, LOOK_S if self._pages else CHECK_S)
         self._after = found[-1][0] if found else self._after
         await self._hand_out(dict.fromkeys(job_id for _, job_id in found))
         await self._check()
@@ -251,10 +251,10 @@ class Feed:
 
     async def _read_tail(self, job_id: str, after: str | None) -> Tail:
         try:
-            ended = (await self._store.status(job_id)).terminal  # asked first: its event is then there to be read
+            ended = (await self._store.jobs.status(job_id)).terminal  # asked first: its event is then there to be read
         except (NotFound, Gone):
             return Tail((), "", True)
-        events = await self._store.events(job_id, after, PAGE)
+        events = await self._store.events.read(job_id, after, PAGE)
         final = any(event.final for event in events)
         return Tail(events, "".join(map(event_text, events)), final or (ended and not events))
 

@@ -23,8 +23,8 @@ from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.scoring import Scoring
-from services.controller.store.jobs import JobStore
 from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
+from services.controller.store.store import Store
 from services.controller.trainers.client import JobTrainer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class JobCore:
 
     job_id: str
     machine: Machine
-    store: JobStore
+    store: Store
     pool: RolloutPool
     scoring: Scoring
     directory: Path

@@ -216,7 +216,7 @@ class JobDriver:
         if isinstance(command, Generate) and len(alone := self._groups_alone(command)) > 1:
             await gather_or_cancel(self._attempt_to_the_end(single, command) for single in alone)
             return
-        await self.job.store.append_event(self.job.job_id, "gave_up", {"command": str(command), "reason": reason})
+        await self.job.store.events.append(self.job.job_id, "gave_up", {"command": str(command), "reason": reason})
         match command:
             case Generate(step, groups):
                 lost = [(group, index) for group in groups for index in self.machine.wanted(step, group)]
@@ -316,8 +316,8 @@ class JobDriver:
             await asyncio.sleep(TICK_S)
 
     async def _look_at_wishes(self) -> None:
-        paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
-        desired, revision, steps = await self.job.store.desired_state(self.job.job_id)
+        paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see Store.hold
+        desired, revision, steps = await self.job.store.jobs.desired_state(self.job.job_id)
         if desired is Desired.CANCELLED:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:
@@ -337,19 +337,19 @@ class JobDriver:
             return
         if reason := await self.job.memory.pause_reason():
             log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
-            await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
+            await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
 
     async def _change_rewards(self) -> None:
         """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the
         job is paused also open steps have it that are not scored: it waits for the scoring that was begun before."""
-        wish = await self.job.store.pending_rewards(self.job.job_id)
+        wish = await self.job.store.rewards.pending(self.job.job_id)
         is_paused = self.machine.state.status is Status.PAUSED
         if wish is None or (is_paused and self._is_scoring):
             return
 
         async def also(pipe: Any) -> None:
             applied = wish.model_copy(update={"from_step": self.machine.first_changed(unscored=is_paused)})
-            await self.job.store.apply_rewards(self.job.job_id, applied, pipe)
+            await self.job.store.rewards.apply(self.job.job_id, applied, pipe)
 
         await self.emit(ev.RewardsChanged(number=wish.number, set=reward_set(wish), unscored=is_paused), also=also)
 
@@ -383,12 +383,12 @@ class JobDriver:
         state, phase = self.machine.state, str(self.machine.phase)
         status, reason = str(state.status), state.reason or self._reason()
         if (status, reason) != self._reported:
-            await self.job.store.set_status(self.job.job_id, JobStatus(status), reason)
+            await self.job.store.jobs.set_status(self.job.job_id, JobStatus(status), reason)
             self._reported = (status, reason)
         counts = counts_of(state.batches.get(state.version))
         if (announce := self._told.tells(phase, counts)) is not None:
             facts = {"phase": phase, "steps": self.machine.steps, **counts._asdict()}
-            await self.job.store.update_progress(self.job.job_id, announce=announce, **facts)
+            await self.job.store.jobs.update_progress(self.job.job_id, announce=announce, **facts)
 
     def _reason(self) -> str:
         """Why a command keeps failing. Commands no longer wanted are forgotten, but not those that only wait for
@@ -410,8 +410,8 @@ class JobDriver:
             "samples_dropped": state.samples_dropped,
             "duplicates": state.duplicates,
         }
-        await job.store.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)
-        await job.store.set_results(job.job_id, results)
-        await job.store.set_status(job.job_id, JobStatus(state.status), state.reason)
+        await job.store.jobs.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)
+        await job.store.jobs.set_results(job.job_id, results)
+        await job.store.jobs.set_status(job.job_id, JobStatus(state.status), state.reason)
         await job.forget()
         await self._ledger.forget()

@@ -32,7 +32,7 @@ from flowfleet.rewards.changes import ShadowPart
 from services.controller.concurrency import end
 from services.controller.job.context import JobCore
 from services.controller.rewards.comparison import GroupScores, compare
-from services.controller.store.rewards import Count
+from services.controller.store.shadows import Count
 from services.controller.waiting import NotYet
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class ShadowQueue:
         self._metrics.forget(self._job.job_id, iter(gone))
         for pair in pairs:
             self._recent.pop(pair, None)
-            await self._job.store.expire_shadow(self._job.job_id, pair)
+            await self._job.store.shadows.expire(self._job.job_id, pair)
 
     async def _put(self, offer: _Offer) -> None:
         self._pairs.add(offer.pair)
@@ -194,9 +194,9 @@ class ShadowQueue:
             for s, answer in zip(offer.samples, given, strict=True)
             if answer is not None and answer.score is not None
         }
-        await job.store.put_shadow(job.job_id, offer.purpose, offer.name, scores)
+        await job.store.samples.put_shadow(job.job_id, offer.purpose, offer.name, scores)
         groups = [*grouped(offer.part.beside, offer.samples, offer.verdicts, given)]
-        await job.store.add_shadow_scores(job.job_id, offer.pair, offer.purpose, groups)
+        await job.store.shadows.add(job.job_id, offer.pair, offer.purpose, groups)
         await self._count(offer, {"scored": len(scores), "failed": len(offer.samples) - len(scores)})
         if offer.purpose == "train":
             self._show(offer, groups)
@@ -204,7 +204,7 @@ class ShadowQueue:
     async def _count(self, offer: _Offer, counts: Mapping[Count, int]) -> None:
         for name, number in counts.items():
             self._metrics.counts[name].labels(self._job.job_id, offer.name).inc(number)
-        await self._job.store.count_shadow(self._job.job_id, offer.pair, counts)
+        await self._job.store.shadows.count(self._job.job_id, offer.pair, counts)
 
     def _show(self, offer: _Offer, groups: Sequence[GroupScores]) -> None:
         recent = self._recent[offer.pair]

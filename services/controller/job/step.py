@@ -78,7 +78,7 @@ class TrainingStep:
 
     async def pause(self, reason: str) -> None:
         """Pauses the job until the user resumes it; commands that are still wanted then start again."""
-        await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
+        await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
 
     async def _run(self, command: Command) -> None:
         match command:
@@ -176,7 +176,7 @@ class TrainingStep:
         async def also(pipe: Any) -> None:
             await job.refs.put_request(request, pipe)
             if not scored:
-                await job.store.hold(job.job_id, pipe)
+                await job.store.jobs.hold(job.job_id, pipe)
 
         await job.emit(*facts, also=also)
 
@@ -194,7 +194,7 @@ class TrainingStep:
             log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
             lineage=await asyncio.to_thread(follow, dict(job.machine.state.history), request),
         )
-        hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
+        hold = partial(job.store.jobs.hold, job.job_id) if job.machine.too_far(trained) else None
         await job.emit(trained, also=hold)
 
     async def publish(self, version: int, evaluated: bool) -> None:
@@ -243,13 +243,13 @@ class TrainingStep:
         saved = await job.trainer.stub().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.reports.checkpointed(saved.applied_steps, saved.path, best)
         await job.emit(ev.Checkpointed(version=saved.applied_steps))
-        newest = (await job.store.checkpoints(job.job_id))[-job.spec.schedule.keep_last :]
+        newest = (await job.store.history.checkpoints(job.job_id))[-job.spec.schedule.keep_last :]
         await job.refs.release_before(min(checkpoint.step for checkpoint in newest))
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
         validated = await self._validation.run(version)
-        hold = partial(self.job.store.hold, self.job.job_id) if self.job.machine.pause_reason(validated) else None
+        hold = partial(self.job.store.jobs.hold, self.job.job_id) if self.job.machine.pause_reason(validated) else None
         await self.job.emit(validated, also=hold)
 
     async def export(self) -> None:

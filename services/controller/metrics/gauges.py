@@ -9,20 +9,20 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 
 
-async def count_jobs(store: JobStore, registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
+async def count_jobs(store: Store, registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
     """Keeps `flowfleet_controller_jobs{status}` true, until cancelled. Only the controller that leads shows it, so that
     a sum over controllers counts each job once."""
     gauge = Gauge("flowfleet_controller_jobs", "Jobs by status", ["status"], registry=registry)
     while True:
         try:
-            counts = await store.counts() if leads() else {}
+            counts = await store.lists.counts() if leads() else {}
             gauge.clear()
             for status, count in counts.items():
                 gauge.labels(status=str(status)).set(count)

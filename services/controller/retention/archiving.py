@@ -12,24 +12,24 @@ from flowfleet.client.types import JobEvent, MetricsRow, Purpose
 from flowfleet.client.votes import VoteGroup
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, NotFound
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
 from services.controller.store.samples import media_ref
+from services.controller.store.store import Store
 
 PAGE = 1000
 MEDIA_AT_ONCE = 8
 
 
-async def archive_job(store: JobStore, blobs: BlobStore, archive: Archive, job_id: str) -> str:
+async def archive_job(store: Store, blobs: BlobStore, archive: Archive, job_id: str) -> str:
     """Writes history and media, and returns the folder. Raises what the archive's store raises."""
     folder = archive.folder(job_id)
-    job = (await store.get(job_id)).model_copy(update={"archive": folder})
+    job = (await store.jobs.get(job_id)).model_copy(update={"archive": folder})
     await asyncio.to_thread(archive.write, job_id, "job.json", job.model_dump_json().encode())
     counts = {
         "events": await _write(archive, job_id, "events", _events(store, job_id)),
         "metrics": await _write(archive, job_id, "metrics", _metrics(store, job_id)),
-        "checkpoints": await _write(archive, job_id, "checkpoints", _page(await store.checkpoints(job_id))),
-        "rewards": await _write(archive, job_id, "rewards", _page(await store.reward_history(job_id))),
+        "checkpoints": await _write(archive, job_id, "checkpoints", _page(await store.history.checkpoints(job_id))),
+        "rewards": await _write(archive, job_id, "rewards", _page(await store.rewards.history(job_id))),
         "votes": await _write(archive, job_id, "votes", _votes(store, job_id)),
         "samples": await _write(archive, job_id, "samples", _samples(store, job_id)),
         "media": 0,
@@ -70,33 +70,33 @@ async def _page(rows: Sequence[BaseModel]) -> AsyncIterator[Sequence[BaseModel]]
     yield rows
 
 
-async def _events(store: JobStore, job_id: str) -> AsyncIterator[Sequence[JobEvent]]:
+async def _events(store: Store, job_id: str) -> AsyncIterator[Sequence[JobEvent]]:
     after = None
-    while page := await store.events(job_id, after, PAGE):
+    while page := await store.events.read(job_id, after, PAGE):
         yield page
         after = page[-1].id
 
 
-async def _metrics(store: JobStore, job_id: str) -> AsyncIterator[Sequence[MetricsRow]]:
+async def _metrics(store: Store, job_id: str) -> AsyncIterator[Sequence[MetricsRow]]:
     after = None
-    while page := await store.metrics(job_id, after, PAGE):
+    while page := await store.history.metrics(job_id, after, PAGE):
         yield page
         after = page[-1].step
 
 
-async def _votes(store: JobStore, job_id: str) -> AsyncIterator[Sequence[VoteGroup]]:
+async def _votes(store: Store, job_id: str) -> AsyncIterator[Sequence[VoteGroup]]:
     after = None
-    while page := await store.vote_groups(job_id, after, PAGE):
+    while page := await store.votes.groups(job_id, after, PAGE):
         yield page
         after = (page[-1].step, page[-1].group)
 
 
-async def _samples(store: JobStore, job_id: str) -> AsyncIterator[Sequence[SampleRecord]]:
+async def _samples(store: Store, job_id: str) -> AsyncIterator[Sequence[SampleRecord]]:
     purposes: tuple[Purpose, ...] = ("train", "validate")
     for purpose in purposes:
         cursor: str | None = None
         while True:
-            page, cursor = await store.samples(job_id, purpose=purpose, order="oldest", cursor=cursor, limit=PAGE)
+            page, cursor = await store.samples.page(job_id, purpose=purpose, order="oldest", cursor=cursor, limit=PAGE)
             yield page
             if cursor is None:
                 break

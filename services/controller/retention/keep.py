@@ -48,7 +48,7 @@ class Keep(BaseModel):
 
 
 def to_remove(jobs: Sequence[EndedJob], sizes: Mapping[str, int], keep: Keep, now: float) -> dict[str, str]:
-    """Job → why it goes. `jobs` as `JobStore.ended` gives them; `sizes`: bytes, of those known."""
+    """Job → why it goes. `jobs` as `Removal.ended` gives them; `sizes`: bytes, of those known."""
     gone: dict[str, str] = {}
     for job in jobs:
         if job.wanted_gone:

@@ -23,9 +23,9 @@ from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
 from services.controller.retention.archiving import archive_job
 from services.controller.retention.keep import Keep, to_remove
 from services.controller.retention.memory import Memory
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import LeaseLost
 from services.controller.store.removal import EndedJob
+from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Keeper:
 
     def __init__(
         self,
-        store: JobStore,
+        store: Store,
         blobs: BlobStore,
         keep: Keep,
         archive: Archive | None = None,
@@ -79,7 +79,7 @@ class Keeper:
         """Archives and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
         that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
         await self._store.confirm()
-        jobs = await self._store.ended()
+        jobs = await self._store.removal.ended()
         await self._measure(jobs)
         now = self._clock()
         limit = await self._memory.limit() if self._memory else 0
@@ -89,7 +89,7 @@ class Keeper:
                 continue
             if job.job_id in removed:
                 log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
-                await self._store.remove(job.job_id, removed[job.job_id])
+                await self._store.removal.remove(job.job_id, removed[job.job_id])
         await self._clear()
         if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
             self._swept = now
@@ -98,7 +98,7 @@ class Keeper:
     async def _sweep(self, uploads: Uploads) -> None:
         """Removes uploads that no job names."""
         if await asyncio.to_thread(uploads.expired):
-            named = await self._store.named_uploads()
+            named = await self._store.removal.named_uploads()
             for name in await asyncio.to_thread(uploads.sweep, named):
                 log.info("keeper removed an upload: no job names %s", name)
 
@@ -106,7 +106,7 @@ class Keeper:
         known, self._sizes = self._sizes, {}
         for job in jobs:
             size = known.get(job.job_id)
-            self._sizes[job.job_id] = await self._store.history_bytes(job.job_id) if size is None else size
+            self._sizes[job.job_id] = await self._store.removal.history_bytes(job.job_id) if size is None else size
 
     async def _archived(self, job: EndedJob) -> bool:
         """Archives a job that is not yet. False where that did not work, which is tried again."""
@@ -121,15 +121,15 @@ class Keeper:
             cause = f"{type(error).__name__}: {error}"
             log.error("keeper could not archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
             return False
-        await self._store.mark_archived(job.job_id, folder)
+        await self._store.removal.mark_archived(job.job_id, folder)
         return True
 
     async def _clear(self) -> None:
-        left = await self._store.leftovers()
+        left = await self._store.removal.leftovers()
         if not self._in_redis:
             for leftover in left:
-                kinds = WORKING_BLOBS if await self._store.exists(leftover.job_id) else ("",)
+                kinds = WORKING_BLOBS if await self._store.removal.exists(leftover.job_id) else ("",)
                 for kind in kinds:
                     await self._blobs.delete_prefix(keys.blob(leftover.job_id, *filter(None, [kind])) + ":")
         if left:
-            await self._store.clear(left)
+            await self._store.removal.clear(left)

@@ -29,8 +29,8 @@ from services.controller.concurrency import end, wait
 from services.controller.fleet.directory import Directory
 from services.controller.scaling.demand import Component, DemandHash, Name, at_least
 from services.controller.store.changes import listen
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import JobRecord
+from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ STREAM_S = 600.0
 class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     """Answers for what the directory knows, and for whatever a job needs."""
 
-    def __init__(self, redis: Any, store: JobStore, directory: Directory, *, stream_s: float = STREAM_S) -> None:
+    def __init__(self, redis: Any, store: Store, directory: Directory, *, stream_s: float = STREAM_S) -> None:
         self._redis = redis
         self._store = store
         self._hash = DemandHash(redis)
@@ -111,7 +111,7 @@ class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         return max(found, default=0)
 
     async def _active(self) -> Sequence[JobRecord]:
-        return [await self._store.get(job_id) for job_id in await self._store.active()]
+        return [await self._store.jobs.get(job_id) for job_id in await self._store.jobs.active()]
 
     def _knows(self, component: Component, name: str) -> bool:
         if component == "reward":

@@ -1,4 +1,4 @@
-"""What each training sample counted for in its update: advantage and ratio, 16 bytes a sample. A part of JobStore.
+"""What each training sample counted for in its update: advantage and ratio, 16 bytes a sample.
 
 One field a step, kept as long as samples of that step or an earlier one are.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from flowfleet.redis import keys
+from services.controller.store.link import Link
 
 _ROW = np.dtype([("group", "<u4"), ("index", "<u4"), ("advantage", "<f4"), ("ratio", "<f4")])
 
@@ -28,16 +28,17 @@ class Trained:
     """exp of the mean change of its log-prob while the update trained on it; None where the loss has no ratio."""
 
 
-class SampleCredits:
-    _redis: Any
+class Credits:
+    def __init__(self, link: Link) -> None:
+        self._redis = link.redis
 
-    async def put_trained(self, job_id: str, step: int, samples: Iterable[Trained]) -> None:
+    async def put(self, job_id: str, step: int, samples: Iterable[Trained]) -> None:
         """Records a step's samples; done again it replaces them."""
         rows = [(s.group, s.index, s.advantage, math.nan if s.ratio is None else s.ratio) for s in samples]
         await self._redis.hset(_name(job_id), str(step), np.array(rows, dtype=_ROW).tobytes())
-        await self.forget_credits(job_id)
+        await self.forget(job_id)
 
-    async def trained(self, job_id: str, step: int) -> dict[tuple[int, int], Trained]:
+    async def of_step(self, job_id: str, step: int) -> dict[tuple[int, int], Trained]:
         """What is known of a step's samples, by (group, index)."""
         packed = await self._redis.hget(_name(job_id), str(step))
         rows = np.frombuffer(packed or b"", dtype=_ROW).tolist()
@@ -46,7 +47,7 @@ class SampleCredits:
             for group, index, advantage, ratio in rows
         }
 
-    async def forget_credits(self, job_id: str) -> None:
+    async def forget(self, job_id: str) -> None:
         """Forgets the steps before the oldest sample."""
         oldest = await self._redis.zrange(keys.samples(job_id, "train", "order"), 0, 0)
         first = int(oldest[0].split(b"/")[0]) if oldest else 0

@@ -1,33 +1,24 @@
-"""Everything that Redis remembers about jobs. The REST API writes wishes here, the runner writes what happened.
-
-Each change is one MULTI under WATCH: it is applied once, even where the connection dies between request and answer, and
-a status and its event never part. The job's event stream ends with the event of its last status: record results first.
-"""
+"""Records of jobs: submitted, asked to pause, resume or stop, and their status."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from redis.asyncio import Redis
 
 from flowfleet.client.types import Desired, JobStatus, Progress
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
-from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
-from services.controller.store.credits import SampleCredits
-from services.controller.store.history import History, Pipe, add_event, encode
+from services.controller.store.events import add_event, encode
 from services.controller.store.ids import new_job_id
-from services.controller.store.leadership import Lease
-from services.controller.store.records import Action, JobRecord, from_epoch, next_desired
-from services.controller.store.removal import Removal, leave
-from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
-from services.controller.store.rows import JobRows, brief_of, hours_of, notice
-from services.controller.store.samples import SampleRecords
-from services.controller.store.votes import Votes
+from services.controller.store.link import Link, Pipe
+from services.controller.store.lists import brief_of
+from services.controller.store.notices import notice
+from services.controller.store.reading import REVISION, read_record
+from services.controller.store.records import Action, JobRecord, next_desired
+from services.controller.store.removal import leave
 
 _STEPS = "steps.asked"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
@@ -36,22 +27,9 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, Votes, Removal):
-    """`redis` decodes no responses; `clock` gives seconds since the epoch."""
-
-    def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:
-        self._redis = redis
-        self._clock = clock
-        self._lease = lease
-
-    def fenced_by(self, lease: Lease) -> JobStore:
-        """The same store, whose changes of status raise LeaseLost once another controller leads."""
-        return JobStore(self._redis, self._clock, lease)
-
-    async def confirm(self) -> None:
-        """Asks Redis whether this controller still leads. Raises LeaseLost if it does not."""
-        if self._lease is not None:
-            await self._lease.confirm()
+class Jobs:
+    def __init__(self, link: Link) -> None:
+        self._link, self._redis = link, link.redis
 
     async def create(
         self, spec: JobSpec, idempotency_key: str | None = None, *, asked: JobSpec | None = None, owner: str = ""
@@ -76,7 +54,7 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
             add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})
             return job_id, True
 
-        found, created = await self._transaction(attempt, key)
+        found, created = await self._link.transaction(attempt, key)
         return await self.get(found), created
 
     async def find_submitted(self, spec: JobSpec, idempotency_key: str) -> JobRecord | None:
@@ -89,7 +67,7 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
         row = await self._redis.hgetall(keys.job(job_id))
         if not row and (stone := await self._redis.get(keys.tombstone(job_id))) is not None:
             raise Gone(json.loads(stone)["reason"])
-        return _record(job_id, row)
+        return read_record(job_id, row)
 
     async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
         """What changes of running jobs, in one round trip. Raises NotFound."""
@@ -108,39 +86,15 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
         desired, number, steps = await self._redis.hmget(keys.job(job_id), "desired", REVISION, _STEPS)
         return Desired(_present(job_id, desired)), int(number or 0), None if steps is None else int(steps)
 
-    async def jobs(
-        self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
-    ) -> tuple[list[JobRecord], str | None]:
-        """A page, newest first, and the cursor of the next one (None: there is none)."""
-        index = keys.jobs() if status is None else keys.jobs_with_status(status)
-        start = f"({cursor}" if cursor else "+"
-        found = [i.decode() for i in await self._redis.zrevrangebylex(index, start, "-", 0, limit + 1)]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in found[:limit]:
-                pipe.hgetall(keys.job(job_id))
-            rows = await pipe.execute()
-        records = [_record(job_id, row) for job_id, row in zip(found, rows, strict=False) if row]  # else just deleted
-        return records, found[limit - 1] if len(found) > limit else None
-
     async def status(self, job_id: str) -> JobStatus:
         """Raises NotFound or Gone."""
         status = await self._redis.hget(keys.job(job_id), "status")
         return (await self.get(job_id)).status if status is None else JobStatus(status.decode())
 
-    async def counts(self) -> dict[JobStatus, int]:
-        """Jobs by status."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for status in JobStatus:
-                pipe.zcard(keys.jobs_with_status(status))
-            return dict(zip(JobStatus, await pipe.execute(), strict=True))
-
     async def active(self) -> list[str]:
-        """Ids of the jobs that have not ended, oldest first: what a controller takes up again when it starts."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for status in JobStatus:
-                if not status.terminal:
-                    pipe.zrange(keys.jobs_with_status(status), 0, -1)
-            return sorted(job_id.decode() for row in await pipe.execute() for job_id in row)
+        """Ids of the jobs that have not ended, oldest first; a full Redis gives them too."""
+        found = await self._redis.zunion([keys.jobs_with_status(status) for status in JobStatus if not status.terminal])
+        return [job_id.decode() for job_id in found]
 
     async def unended(self) -> list[JobRecord]:
         """Records of the jobs that have not ended, oldest first."""
@@ -149,7 +103,7 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
             for job_id in found:
                 pipe.hgetall(keys.job(job_id))
             rows = await pipe.execute()
-        return [_record(job_id, row) for job_id, row in zip(found, rows, strict=True) if row]  # else just deleted
+        return [read_record(job_id, row) for job_id, row in zip(found, rows, strict=True) if row]  # else just deleted
 
     async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
         """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
@@ -170,10 +124,10 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
             if status is JobStatus.QUARANTINED:
                 await self.hold(job_id, pipe)
             if status.terminal:
-                leave(pipe, job_id, self._clock())
+                leave(pipe, job_id, self._link.clock())
             return True
 
-        return bool(await self._transaction(attempt, keys.job(job_id)))
+        return bool(await self._link.transaction(attempt, keys.job(job_id)))
 
     async def request(self, job_id: str, action: Action) -> JobRecord:
         """Records what the user wants; the runner looks. Asked again, it does nothing. Raises NotFound, Conflict."""
@@ -192,7 +146,7 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
                 notice(pipe, job_id)
 
         await self.status(job_id)
-        await self._transaction(attempt, keys.job(job_id))
+        await self._link.transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
 
     async def request_steps(self, job_id: str, steps: int) -> JobRecord:
@@ -213,7 +167,7 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
             add_event(pipe, job_id, "request", asked)
 
         await self.status(job_id)
-        await self._transaction(attempt, keys.job(job_id))
+        await self._link.transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
 
     async def hold(self, job_id: str, pipe: Pipe) -> None:
@@ -241,22 +195,17 @@ class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, 
         """Name → path or figure; replaces what was there."""
         await self._redis.hset(keys.job(job_id), "results", encode(results))
 
-    async def _transaction(self, attempt: Callable[[Pipe], Awaitable[Any]], watched: str) -> Any:
-        if self._lease is not None:
-            return await self._lease.transaction(attempt, watched)
-        return await self._redis.transaction(attempt, watched, value_from_callable=True)
-
     def _first_fields(self, spec: JobSpec, owner: str) -> dict[str, str]:
         state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
         progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
-        return {**state, **progress, "created_at": repr(self._clock()), "spec": spec.model_dump_json()}
+        return {**state, **progress, "created_at": repr(self._link.clock()), "spec": spec.model_dump_json()}
 
     def _status_fields(self, status: JobStatus, reason: str, first_run: bool) -> dict[str, str]:
         fields = {"status": str(status), "reason": reason}
         if status == JobStatus.RUNNING and first_run:
-            fields["started_at"] = repr(self._clock())
+            fields["started_at"] = repr(self._link.clock())
         if status.terminal:
-            fields["ended_at"] = repr(self._clock())
+            fields["ended_at"] = repr(self._link.clock())
         return fields
 
 
@@ -298,32 +247,3 @@ def _present(job_id: str, value: bytes | None) -> str:
     if value is None:
         raise NotFound(f"no job {job_id}")
     return value.decode()
-
-
-def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
-    fields = {name.decode(): value.decode() for name, value in row.items()}
-    if "status" not in fields:
-        raise NotFound(f"no job {job_id}")
-    times: dict[str, Any] = {
-        name: from_epoch(float(fields[name])) for name in ("created_at", "started_at", "ended_at") if name in fields
-    }
-    progress = {
-        name.removeprefix("progress."): json.loads(value)
-        for name, value in fields.items()
-        if name.startswith("progress.")
-    }
-    return JobRecord(
-        id=job_id,
-        name=fields["name"],
-        owner=fields.get("owner", ""),
-        status=JobStatus(fields["status"]),
-        desired=Desired(fields["desired"]),
-        reason=fields["reason"],
-        spec=json.loads(fields["spec"]),
-        progress=Progress(**progress),
-        results=json.loads(fields.get("results", "{}")),
-        archive=fields.get("archive", ""),
-        accelerator_hours=hours_of(fields),
-        rewards=rewards_of(fields),
-        **times,
-    )

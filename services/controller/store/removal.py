@@ -1,4 +1,4 @@
-"""How ended jobs leave Redis: what keeper.py reads of them, and the changes that it makes. A part of JobStore.
+"""How ended jobs leave Redis: what keeper.py reads of them, and the changes that it makes.
 
 A job is removed in two steps. One transaction takes its record from Redis and from the indexes, and notes the id among
 the leftovers; from then on there is no such job. Its other keys are cleared by the id, at once and a second time later,
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flowfleet.client.types import Desired, JobStatus, Purpose
 from flowfleet.redis import keys
-from services.controller.store.rows import notice
+from services.controller.store.link import Link, Pipe
+from services.controller.store.notices import notice
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
@@ -50,9 +50,8 @@ class Leftover:
 
 
 class Removal:
-    _redis: Any
-    _clock: Callable[[], float]
-    _transaction: Callable[[Callable[[Any], Awaitable[Any]], str], Awaitable[Any]]
+    def __init__(self, link: Link) -> None:
+        self._link, self._redis = link, link.redis
 
     async def ended(self) -> list[EndedJob]:
         """All jobs that have ended, the one that ended first first."""
@@ -116,7 +115,7 @@ class Removal:
         """Removes an ended job from sight; its other keys are among the leftovers then."""
         name = keys.job(job_id)
 
-        async def attempt(pipe: Any) -> None:
+        async def attempt(pipe: Pipe) -> None:
             status, archive, idempotency = await pipe.hmget(name, "status", "archive", "idempotency")
             if status is None or not JobStatus(status.decode()).terminal:
                 return
@@ -126,19 +125,19 @@ class Removal:
             pipe.delete(name)
             for index in (keys.jobs(), *map(keys.jobs_with_status, _TERMINAL)):
                 pipe.zrem(index, job_id)
-            leave(pipe, job_id, self._clock())
+            leave(pipe, job_id, self._link.clock())
             notice(pipe, job_id)
             if left_ms > 0:
                 pipe.set(keys.tombstone(job_id), json.dumps({"reason": f"job {job_id} {why}{where}"}), px=left_ms)
 
-        await self._transaction(attempt, name)
+        await self._link.transaction(attempt, name)
 
     async def exists(self, job_id: str) -> bool:
         return bool(await self._redis.exists(keys.job(job_id)))
 
     async def leftovers(self) -> list[Leftover]:
         """Leftovers to clear now."""
-        found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", self._clock())
+        found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", self._link.clock())
         parts = [member.decode().partition("/") for member in found]
         return [Leftover(job_id, again == "1") for again, _, job_id in parts]
 
@@ -155,44 +154,35 @@ class Removal:
                 batch = []
         await self._unlink(batch)
 
-        def cleared(pipe: Any) -> None:
+        def cleared(pipe: Pipe) -> None:
             pipe.zrem(keys.leftovers(), *(leftover.member for leftover in leftovers))
             again = [Leftover(leftover.job_id, True).member for leftover in leftovers if not leftover.again]
             if again:
-                pipe.zadd(keys.leftovers(), dict.fromkeys(again, self._clock() + LATE_S))
+                pipe.zadd(keys.leftovers(), dict.fromkeys(again, self._link.clock() + LATE_S))
 
         if leftovers:
-            await self._write(cleared)
+            await self._link.write(cleared)
 
     async def _unlink(self, names: Sequence[bytes]) -> None:
         if names:
-            await self._write(lambda pipe: pipe.unlink(*names))
+            await self._link.write(lambda pipe: pipe.unlink(*names))
 
     async def _set(self, job_id: str, field: str, value: str) -> None:
         """Sets a field of a job that is still there."""
 
-        async def attempt(pipe: Any) -> None:
+        async def attempt(pipe: Pipe) -> None:
             there = await pipe.exists(keys.job(job_id))
             pipe.multi()
             if there:
                 pipe.hset(keys.job(job_id), field, value)
 
-        await self._transaction(attempt, keys.job(job_id))
-
-    async def _write(self, fill: Callable[[Any], Any]) -> None:
-        """One fenced transaction."""
-
-        async def attempt(pipe: Any) -> None:
-            pipe.multi()
-            fill(pipe)
-
-        await self._transaction(attempt, keys.leader_term())
+        await self._link.transaction(attempt, keys.job(job_id))
 
 
 _TERMINAL = tuple(status for status in JobStatus if status.terminal)
 
 
-def leave(pipe: Any, job_id: str, now: float) -> None:
+def leave(pipe: Pipe, job_id: str, now: float) -> None:
     """Adds to a transaction that the job's leftovers are to be cleared."""
     pipe.zadd(keys.leftovers(), {Leftover(job_id, False).member: now})
 

@@ -1,4 +1,4 @@
-"""The job's samples as people look at them: prompt, scores and where the picture is. A part of JobStore.
+"""The job's samples as people look at them: prompt, scores and where the picture is.
 
 For each purpose one hash (reference → record) and two sorted sets: by reference, which is by step, and by reward.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flowfleet.client.types import Purpose
 from flowfleet.errors import NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys
+from services.controller.store.link import Link, Pipe
 from services.controller.store.records import Order, SampleRecord
 
 MAX_SAMPLES = 100_000
@@ -39,13 +39,11 @@ class _Names:
         self.rewards = keys.samples(job_id, purpose, "rewards")
 
 
-class SampleRecords:
-    _redis: Any
+class Samples:
+    def __init__(self, link: Link) -> None:
+        self._redis = link.redis
 
-    async def put_sample(self, job_id: str, sample: SampleRecord) -> None:
-        await self.put_samples(job_id, [sample])
-
-    async def put_samples(self, job_id: str, samples: Iterable[SampleRecord]) -> None:
+    async def put(self, job_id: str, *samples: SampleRecord) -> None:
         """Adds or replaces records, one for each (purpose, step, group, index)."""
         purposes: set[Purpose] = set()
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -74,20 +72,18 @@ class SampleRecords:
                 done = await pipe.execute()
             left = {ref: left[ref] for (ref, _), swapped in zip(known, done, strict=True) if not swapped}
 
-    async def get_sample(
-        self, job_id: str, step: int, group: int, index: int, purpose: Purpose = "train"
-    ) -> SampleRecord:
+    async def get(self, job_id: str, step: int, group: int, index: int, purpose: Purpose = "train") -> SampleRecord:
         """Raises NotFound."""
         row = await self._redis.hget(_Names(job_id, purpose).records, _reference(step, group, index))
         if row is None:
             raise NotFound(f"job {job_id} has no {purpose} sample {step}/{group}/{index}")
         return SampleRecord.model_validate_json(row)
 
-    async def find_samples(self, job_id: str, places: Sequence[tuple[int, int, int]]) -> list[SampleRecord]:
+    async def find(self, job_id: str, places: Sequence[tuple[int, int, int]]) -> list[SampleRecord]:
         """Training samples (step, group, index) that are kept, in order."""
         return await self._records(job_id, "train", [_reference(*place).encode() for place in places])
 
-    async def samples(
+    async def page(
         self,
         job_id: str,
         *,
@@ -202,7 +198,7 @@ def media_ref(sample: SampleRecord) -> BlobRef:
     return BlobRef(uri=sample.media_uri, size_bytes=sample.media_size_bytes, sha256=sample.media_sha256)
 
 
-def _put(pipe: Any, names: _Names, sample: SampleRecord) -> None:
+def _put(pipe: Pipe, names: _Names, sample: SampleRecord) -> None:
     reference = _reference(sample.step, sample.group, sample.index)
     pipe.hset(names.records, reference, sample.model_dump_json())
     pipe.zadd(names.order, {reference: 0})

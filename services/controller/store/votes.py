@@ -1,4 +1,4 @@
-"""People's votes on groups of samples. A part of JobStore.
+"""People's votes on groups of samples.
 
 A group is in one of two hashes, by whether it lacks votes, and its votes are a list of their own: `ff:<job>:votes:…`.
 They outlive the job's end, as other history does, and leave Redis with the job.
@@ -6,13 +6,13 @@ They outlive the job's end, as other history does, and leave Redis with the job.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from flowfleet.client.votes import Asked, Ballot, Vote, VoteGroup
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.redis import keys
-from services.controller.store.history import Pipe
+from services.controller.store.link import Link, Pipe
 from services.controller.store.records import from_epoch
 from services.controller.votes.pairing import is_complete
 
@@ -28,25 +28,24 @@ PAGE = 500
 
 
 class Votes:
-    _redis: Any
-    _clock: Callable[[], float]
-    _transaction: Callable[[Callable[[Pipe], Awaitable[Any]], str], Awaitable[Any]]
+    def __init__(self, link: Link) -> None:
+        self._link, self._redis = link, link.redis
 
-    async def ask_votes(self, job_id: str, step: int, group: int, asked: Asked) -> VoteGroup:
+    async def ask(self, job_id: str, step: int, group: int, asked: Asked) -> VoteGroup:
         """Asks for votes on a group. Asked again, it keeps the votes; other samples or another number count from
         now on."""
         place, votes_key = f"{step}/{group}", keys.votes(job_id, step, group)
 
         async def attempt(pipe: Pipe) -> VoteGroup:
             votes = _votes(await pipe.lrange(votes_key, 0, -1))
-            now = from_epoch(self._clock())
+            now = from_epoch(self._link.clock())
             done = is_complete([one.index for one in asked.samples], votes, asked.wanted)
             found = VoteGroup(**dict(asked), step=step, group=group, asked_at=now, complete=done)
             pipe.multi()
             _put(pipe, job_id, place, found)
             return found.model_copy(update={"votes": votes})
 
-        found: VoteGroup = await self._transaction(attempt, votes_key)
+        found: VoteGroup = await self._link.transaction(attempt, votes_key)
         await self._forget_groups(job_id)
         return found
 
@@ -65,7 +64,7 @@ class Votes:
                 return again
             if len(votes) >= 2 * known.wanted + MORE_VOTES:
                 raise Conflict(f"group {place} has {len(votes)} votes and takes no more: vote on another")
-            vote = Vote(**dict(ballot), time=from_epoch(self._clock()))
+            vote = Vote(**dict(ballot), time=from_epoch(self._link.clock()))
             if sum((one.voter, one.pair) == (vote.voter, vote.pair) for one in votes) >= MAX_REPEATS:
                 raise Conflict(f"{vote.voter} voted {MAX_REPEATS} times on this pair of group {place}: vote on another")
             done = is_complete(samples, [*votes, vote], known.wanted)
@@ -75,25 +74,25 @@ class Votes:
                 _put(pipe, job_id, place, known.model_copy(update={"complete": True}))
             return vote
 
-        vote: Vote = await self._transaction(attempt, votes_key)
+        vote: Vote = await self._link.transaction(attempt, votes_key)
         return vote
 
-    async def waiting_groups(self, job_id: str) -> list[VoteGroup]:
+    async def waiting(self, job_id: str) -> list[VoteGroup]:
         """Groups that lack votes, oldest first, with their votes."""
         rows = await self._redis.hvals(keys.vote_groups(job_id, "waiting"))
         return await self._with_votes(job_id, rows)
 
-    async def some_complete_groups(self, job_id: str, count: int) -> list[VoteGroup]:
+    async def some_complete(self, job_id: str, count: int) -> list[VoteGroup]:
         """Groups at random that lack none."""
         found = await self._redis.hrandfield(keys.vote_groups(job_id, "complete"), count, withvalues=True)
         return await self._with_votes(job_id, found[1::2])
 
-    async def vote_groups(self, job_id: str, after: tuple[int, int] | None, limit: int) -> list[VoteGroup]:
+    async def groups(self, job_id: str, after: tuple[int, int] | None, limit: int) -> list[VoteGroup]:
         """Groups with their votes, by step and group, after one of them."""
         places = sorted(place for place in await self._places(job_id) if after is None or place > after)[:limit]
         return await self._at(job_id, places)
 
-    async def newest_vote_groups(self, job_id: str, limit: int) -> list[VoteGroup]:
+    async def newest(self, job_id: str, limit: int) -> list[VoteGroup]:
         """The groups of the newest steps, with their votes, oldest first."""
         return await self._at(job_id, sorted(await self._places(job_id))[-limit:])
 

@@ -13,7 +13,7 @@ from flowfleet.cli import main as cli
 from flowfleet.client.archive import Archive
 from flowfleet.client.client import Client
 from flowfleet.client.types import JobStatus
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from tests.flowfleet.cli.test_main import options_of
 from tests.flowfleet.idle_controller import in_store, job_settings
 
@@ -71,14 +71,14 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     assert told("resume", job_id)["desired"] == "running"
     assert told("extend", job_id, "--steps", "200")["id"] == job_id
 
-    async def advance(store: JobStore) -> None:
-        await store.update_progress(job_id, step=1, reward=float("nan"))
+    async def advance(store: Store) -> None:
+        await store.jobs.update_progress(job_id, step=1, reward=float("nan"))
 
     in_store(redis_url, advance)
     assert told("finish", job_id)["progress"]["reward"] is None
 
-    async def end(store: JobStore) -> None:
-        await store.set_status(job_id, JobStatus.SUCCEEDED, "")
+    async def end(store: Store) -> None:
+        await store.jobs.set_status(job_id, JobStatus.SUCCEEDED, "")
 
     in_store(redis_url, end)
     assert told("watch", job_id, lines=True)[-1]["data"]["status"] == "succeeded"

@@ -23,8 +23,8 @@ from flowfleet.data.blobs import open_blobs
 from flowfleet.local.stack import StateDir
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 Run = Callable[..., Result]
@@ -149,9 +149,9 @@ def test_watch_ends_as_the_job_does(
 ) -> None:
     job = client.submit(job_file)
 
-    async def play(store: JobStore) -> None:
-        await store.update_progress(job.id, step=1, reward=0.5)
-        await store.set_status(job.id, status, "the reason")
+    async def play(store: Store) -> None:
+        await store.jobs.update_progress(job.id, step=1, reward=0.5)
+        await store.jobs.set_status(job.id, status, "the reason")
 
     in_store(redis_url, play)
     result = run("watch", job.id[:-2])
@@ -164,9 +164,9 @@ def test_watch_ends_as_the_job_does(
 def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: Path, redis_url: str) -> None:
     job = client.submit(job_file)
 
-    async def fill(store: JobStore) -> None:
+    async def fill(store: Store) -> None:
         for index, score in enumerate((0.25, 0.75)):
-            ref = await open_blobs(store._redis).put(keys.blob(job.id, "media", index), b"picture", ttl_s=60)
+            ref = await open_blobs(store.link.redis).put(keys.blob(job.id, "media", index), b"picture", ttl_s=60)
             media: dict[str, Any] = {
                 "media_uri": ref.uri,
                 "media_size_bytes": ref.size_bytes,
@@ -175,7 +175,7 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
             sample = SampleRecord(
                 step=3, group=1, index=index, prompt="a [b] sign", reward=score, scores={"ocr": score}, **media
             )
-            await store.put_sample(job.id, sample)
+            await store.samples.put(job.id, sample)
 
     in_store(redis_url, fill)
     result = run("samples", job.id, "--out", "pictures", "--order", "best")

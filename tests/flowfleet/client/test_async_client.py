@@ -12,7 +12,7 @@ import pytest
 from flowfleet.client import ApiError, AsyncClient, Client
 from flowfleet.client.types import JobStatus
 from flowfleet.job.model_files import read_manifest
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import job_settings, with_store
 from tests.models_on_disk import write_model
@@ -82,10 +82,10 @@ async def test_jobs_are_submitted_and_followed(api_url: str, redis_url: str, tmp
         assert (await client.pause(second.id)).desired == "paused"
         assert (await client.change_rewards(first.id, set={"ocr": {"weight": 0.5}})).revision == 1
 
-    async def play(store: JobStore) -> None:
-        await store.metrics_put(first.id, 0, {"actor/loss": 0.5})
-        await store.update_progress(first.id, step=1)
-        await store.set_status(first.id, JobStatus.SUCCEEDED)
+    async def play(store: Store) -> None:
+        await store.history.put_metrics(first.id, 0, {"actor/loss": 0.5})
+        await store.jobs.update_progress(first.id, step=1)
+        await store.jobs.set_status(first.id, JobStatus.SUCCEEDED)
 
     await with_store(redis_url, play)
     async with AsyncClient(api_url) as client:

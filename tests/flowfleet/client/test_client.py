@@ -16,12 +16,12 @@ from flowfleet.client.sse import EventParser, ServerSentEvent
 from flowfleet.client.types import ApiError, Checkpoint, JobEvent, JobStatus
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings
 
-Act = Callable[[Callable[[JobStore], Any]], Any]
+Act = Callable[[Callable[[Store], Any]], Any]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_wishes(client: Client, act: Act, tmp_path: Path) -> None:
     assert client.cancel(job.id).desired == "cancelled"
     with pytest.raises(ApiError, match="being cancelled"):
         client.resume(job.id)
-    act(lambda store: store.set_status(job.id, JobStatus.CANCELLED))
+    act(lambda store: store.jobs.set_status(job.id, JobStatus.CANCELLED))
     assert client.wait(job.id, timeout_s=10).status == "cancelled"
     assert list(client.jobs("running")) == []
 
@@ -101,12 +101,14 @@ def test_wait_gives_up_after_its_time(client: Client, tmp_path: Path) -> None:
 def test_all_pages_are_read(client: Client, act: Act, tmp_path: Path) -> None:
     job_id = client.submit(job_settings(tmp_path)).id
 
-    async def fill(store: JobStore) -> None:
+    async def fill(store: Store) -> None:
         for step in range(230):
-            await store.metrics_put(job_id, step, {"actor/loss": step / 2})
-            await store.put_sample(job_id, SampleRecord(step=step, group=0, index=1, prompt="p", reward=step / 230))
+            await store.history.put_metrics(job_id, step, {"actor/loss": step / 2})
+            await store.samples.put(job_id, SampleRecord(step=step, group=0, index=1, prompt="p", reward=step / 230))
         for step in (4, 8):
-            await store.add_checkpoint(job_id, Checkpoint(step=step, path=f"c/{step}", created_at=datetime.now(UTC)))
+            await store.history.add_checkpoint(
+                job_id, Checkpoint(step=step, path=f"c/{step}", created_at=datetime.now(UTC))
+            )
 
     act(fill)
 
@@ -124,10 +126,10 @@ def test_media(client: Client, redis_url: str, act: Act, tmp_path: Path) -> None
 
     job_id = client.submit(job_settings(tmp_path)).id
 
-    async def fill(store: JobStore) -> None:
-        ref = await open_blobs(store._redis).put(keys.blob(job_id, "media"), b"\x89PNG", ttl_s=60)
+    async def fill(store: Store) -> None:
+        ref = await open_blobs(store.link.redis).put(keys.blob(job_id, "media"), b"\x89PNG", ttl_s=60)
         place: dict[str, Any] = {"media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256}
-        await store.put_sample(job_id, SampleRecord(step=2, group=1, index=0, purpose="validate", prompt="p", **place))
+        await store.samples.put(job_id, SampleRecord(step=2, group=1, index=0, purpose="validate", prompt="p", **place))
 
     act(fill)
     (sample,) = client.samples(job_id, purpose="validate")
@@ -140,9 +142,9 @@ def test_media(client: Client, redis_url: str, act: Act, tmp_path: Path) -> None
 def test_events_end_with_the_job_and_start_after_an_id(client: Client, act: Act, tmp_path: Path) -> None:
     job_id = client.submit(job_settings(tmp_path)).id
 
-    async def play(store: JobStore) -> None:
-        await store.update_progress(job_id, step=1, reward=0.25)
-        await store.set_status(job_id, JobStatus.FAILED, "no luck")
+    async def play(store: Store) -> None:
+        await store.jobs.update_progress(job_id, step=1, reward=0.25)
+        await store.jobs.set_status(job_id, JobStatus.FAILED, "no luck")
 
     act(play)
     events = list(client.events(job_id))
@@ -161,14 +163,14 @@ def test_events_go_on_after_the_controller_was_killed(
     events: list[JobEvent] = []
     reader = threading.Thread(target=lambda: events.extend(client.events(job_id)))
     reader.start()
-    act(lambda store: store.update_progress(job_id, step=1))
+    act(lambda store: store.jobs.update_progress(job_id, step=1))
     time.sleep(0.5)
 
     idle_controller.kill()
-    act(lambda store: store.update_progress(job_id, step=2))
+    act(lambda store: store.jobs.update_progress(job_id, step=2))
     idle_controller.start()
     idle_controller.wait()
-    act(lambda store: store.set_status(job_id, JobStatus.SUCCEEDED))
+    act(lambda store: store.jobs.set_status(job_id, JobStatus.SUCCEEDED))
     reader.join(30)
 
     assert not reader.is_alive()

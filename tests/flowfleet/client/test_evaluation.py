@@ -269,10 +269,10 @@ def test_jobs_are_waited_for_and_what_becomes_of_them_is_told(client: Client, fi
     def say(line: str) -> None:
         told.append(line)
         if (job_id := line.split()[-1]) and line.startswith("base: job "):
-            in_store(redis_url, lambda store: store.set_status(job_id, JobStatus.RUNNING, "no replica"))
+            in_store(redis_url, lambda store: store.jobs.set_status(job_id, JobStatus.RUNNING, "no replica"))
         elif line == "base: running: no replica":
             job_id = told[0].split()[-1]
-            in_store(redis_url, lambda store: store.set_status(job_id, JobStatus.FAILED, "the model is gone"))
+            in_store(redis_url, lambda store: store.jobs.set_status(job_id, JobStatus.FAILED, "the model is gone"))
 
     (found,) = evaluate(client, file, say=say)
     assert told[1:] == ["base: running: no replica", "base: failed: the model is gone"]

@@ -295,7 +295,7 @@ def test_a_job_is_continued_as_a_new_one(
     assert "has no checkpoint of step any; kept are: none" in nothing.stderr
     for step in (2, 4):
         record = Checkpoint(step=step, path=str(folder), created_at=datetime.now(UTC))
-        in_store(redis_url, lambda store, record=record: store.add_checkpoint(job_id, record))  # type: ignore[misc]
+        in_store(redis_url, lambda store, record=record: store.history.add_checkpoint(job_id, record))  # type: ignore[misc]
     checkpoint = folder / "checkpoints" / "step-00000004"
     (checkpoint / "state.json").write_text("{}")
     again = CliRunner().invoke(cli.app, ["submit", "--from", job_id, "--set", "schedule.steps=7"])

@@ -15,8 +15,8 @@ from flowfleet.data.blobs import open_blobs
 from flowfleet.demo.plots import Curve, Pair, before_after, reward_curve, words_of
 from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarize, training_curve
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 STEPS = 2
@@ -31,9 +31,9 @@ def picture(shade: int) -> bytes:
     return file.getvalue()
 
 
-async def play(store: JobStore, job_id: str) -> None:
+async def play(store: Store, job_id: str) -> None:
     """Two steps of ten and eleven samples between two validations of four prompts."""
-    blobs = open_blobs(store._redis)
+    blobs = open_blobs(store.link.redis)
 
     async def validate(version: int, scores: tuple[float | None, ...]) -> None:
         for group, score in enumerate(scores):
@@ -50,22 +50,22 @@ async def play(store: JobStore, job_id: str) -> None:
                 media_size_bytes=ref.size_bytes,
                 media_sha256=ref.sha256,
             )
-            await store.put_sample(job_id, sample)
+            await store.samples.put(job_id, sample)
         known = [score for score in scores if score is not None]
         row = {"val/reward": sum(known) / len(known), "val/edge_density": 9.0, "val/colour_entropy": 3.0 + version}
-        await store.append_event(job_id, "validation", {"version": version, **row})
-        await store.metrics_put(job_id, version, row)
+        await store.events.append(job_id, "validation", {"version": version, **row})
+        await store.history.put_metrics(job_id, version, row)
 
-    await store.set_status(job_id, JobStatus.RUNNING)
-    await store.update_progress(job_id, phase="rollout")
+    await store.jobs.set_status(job_id, JobStatus.RUNNING)
+    await store.jobs.update_progress(job_id, phase="rollout")
     await validate(0, BEFORE)
     for step, samples in enumerate((10, 21)):
         row = {"critic/rewards/mean": 0.3 + step / 10, "training/samples": samples, "timing_s/gen": 1.5}
-        await store.metrics_put(job_id, step, row)
+        await store.history.put_metrics(job_id, step, row)
         dropped = {"reward_failed": 3}
-        await store.update_progress(job_id, step=step + 1, samples_trained=samples, samples_dropped=dropped)
+        await store.jobs.update_progress(job_id, step=step + 1, samples_trained=samples, samples_dropped=dropped)
     await validate(STEPS, AFTER)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
 
 
 def test_summary_curves_and_pairs(api_url: str, redis_url: str, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from flowfleet.media.files import encode_media
 from flowfleet.redis import keys
 from flowfleet.tracking.place import Place, State
 from services.controller.job.reporting.distributions import histograms
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 PROMPTS = ('a sign that says "K7QX"', "a boat | a moat")
@@ -44,33 +44,33 @@ class PlayedJob:
         self._redis_url = redis_url
         self._num_frames = num_frames
         self.id = client.submit(job_settings(folder, name="played", seed=3)).id
-        self._act(lambda store: store.set_status(self.id, JobStatus.RUNNING))
+        self._act(lambda store: store.jobs.set_status(self.id, JobStatus.RUNNING))
 
     def train(self, *steps: int) -> None:
-        async def act(store: JobStore) -> None:
+        async def act(store: Store) -> None:
             for step in steps:
                 row = {"critic/rewards/mean": reward(step), "actor/loss": float("nan"), "timing_s/step": 0.5}
-                await store.metrics_put(self.id, step, row)
+                await store.history.put_metrics(self.id, step, row)
                 drawn = histograms({"rewards": rewards_of(step), "advantages": [-1.0, 1.0]})
-                await store.append_event(self.id, "trained", {"step": step, **drawn}, once=f"trained-{step}")
-                await store.update_progress(self.id, step=step + 1)
+                await store.events.append(self.id, "trained", {"step": step, **drawn}, once=f"trained-{step}")
+                await store.jobs.update_progress(self.id, step=step + 1)
 
         self._act(act)
 
     def validate(self, version: int) -> None:
-        async def act(store: JobStore) -> None:
+        async def act(store: Store) -> None:
             row = {"val/reward": reward(version), "val-core/ocr/mean": 0.25}
             for group, prompt in enumerate(PROMPTS):
-                await store.put_sample(self.id, await self._sample(store, version, group, prompt))
-            await store.append_event(self.id, "validation", {"version": version, **row}, once=f"val-{version}")
-            await store.metrics_put(self.id, version, row)
+                await store.samples.put(self.id, await self._sample(store, version, group, prompt))
+            await store.events.append(self.id, "validation", {"version": version, **row}, once=f"val-{version}")
+            await store.history.put_metrics(self.id, version, row)
 
         self._act(act)
 
-    async def _sample(self, store: JobStore, version: int, group: int, prompt: str) -> SampleRecord:
+    async def _sample(self, store: Store, version: int, group: int, prompt: str) -> SampleRecord:
         frames = np.full((self._num_frames, 32, 48, 3), 40 * version + group, np.uint8)
         data, media_type = encode_media(frames)
-        ref = await open_blobs(store._redis).put(keys.blob(self.id, "media", version, group), data, ttl_s=60)
+        ref = await open_blobs(store.link.redis).put(keys.blob(self.id, "media", version, group), data, ttl_s=60)
         return SampleRecord(
             step=version,
             group=group,
@@ -86,9 +86,9 @@ class PlayedJob:
         )
 
     def end(self, status: JobStatus = JobStatus.SUCCEEDED) -> None:
-        self._act(lambda store: store.set_status(self.id, status))
+        self._act(lambda store: store.jobs.set_status(self.id, status))
 
-    def _act(self, act: Callable[[JobStore], Any]) -> None:
+    def _act(self, act: Callable[[Store], Any]) -> None:
         in_store(self._redis_url, act)
 
 

@@ -22,7 +22,7 @@ from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
 from services.controller.rewards import trials as reward_trials
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from services.controller.trainers.launcher import Launcher
 
 
@@ -33,7 +33,7 @@ class IdleRunner:
         self,
         settings: ControllerSettings,
         redis: Redis,
-        store: JobStore,
+        store: Store,
         registry: CollectorRegistry,
         launcher: Launcher,
         directory: Directory,
@@ -69,7 +69,7 @@ class Api:
         return found
 
     @property
-    def store(self) -> JobStore:
+    def store(self) -> Store:
         return self.services.store
 
     async def submit(self, job: dict[str, Any], **headers: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import JobRecord
+from services.controller.store.store import Store
 
 Score = Callable[[reward_pb2.RewardSample], float]
 
@@ -246,7 +246,7 @@ class ScriptedFleet:
     rollout: ScriptedRollout
     trainer: ScriptedTrainer
     rewards: dict[str, ScriptedReward]
-    store: JobStore
+    store: Store
     runner: JobScheduler
     blobs: BlobStore
     redis: Any
@@ -264,16 +264,16 @@ class ScriptedFleet:
         record = await self.submit(job)
         while not record.status.terminal:
             await asyncio.sleep(0.02)
-            record = await self.store.get(record.id)
+            record = await self.store.jobs.get(record.id)
         return record
 
     async def submit(self, job: dict[str, Any]) -> JobRecord:
-        record, _ = await self.store.create(parse_job(job))
+        record, _ = await self.store.jobs.create(parse_job(job))
         await self.runner.notify()
         return record
 
     async def reached(self, job_id: str, condition: Callable[[JobRecord], bool]) -> JobRecord:
-        while not condition(record := await self.store.get(job_id)):
+        while not condition(record := await self.store.jobs.get(job_id)):
             assert record.status is not JobStatus.FAILED, record.reason
             await asyncio.sleep(0.02)
         return record
@@ -312,7 +312,7 @@ async def scripted_fleet(
         rewards=addresses,
         **settings_of,
     )
-    store = JobStore(redis)
+    store = Store(redis)
 
     def make_runner() -> JobScheduler:
         return JobScheduler(settings, redis, store, CollectorRegistry(), launcher)

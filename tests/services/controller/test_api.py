@@ -50,7 +50,7 @@ async def test_submit_is_idempotent_by_key(api: Api, job: Job) -> None:
 
 async def test_pages_and_status_filter(api: Api, job: Job) -> None:
     ids = [(await api.submit(job()))["id"] for _ in range(3)]
-    await api.store.set_status(ids[0], "failed", "why")
+    await api.store.jobs.set_status(ids[0], "failed", "why")
     first = (await api.client.get("/v1/jobs", params={"limit": 2})).json()
     rest = (await api.client.get("/v1/jobs", params={"limit": 2, "cursor": first["next_cursor"]})).json()
     assert [item["id"] for item in first["items"] + rest["items"]] == ids[::-1]
@@ -67,15 +67,15 @@ async def test_wishes(api: Api, job: Job) -> None:
     desired = [answer.json()["desired"] for answer in answers]
     assert desired == ["paused", "paused", "running", "running", "cancelled", "cancelled"]
     assert (await api.client.post(f"{url}/resume")).status_code == 409
-    await api.store.set_status(url.rsplit("/", 1)[1], "cancelled")
+    await api.store.jobs.set_status(url.rsplit("/", 1)[1], "cancelled")
     assert [(await api.client.post(f"{url}/{wish}")).status_code for wish in ("cancel", "pause")] == [202, 409]
 
 
 async def test_metrics_and_checkpoints(api: Api, job: Job) -> None:
     job_id = (await api.submit(job()))["id"]
     for step in range(3):
-        await api.store.metrics_put(job_id, step, {"actor/loss": 0.5 * step})
-    await api.store.add_checkpoint(job_id, Checkpoint(step=10, path="c/10", created_at=from_epoch(0)))
+        await api.store.history.put_metrics(job_id, step, {"actor/loss": 0.5 * step})
+    await api.store.history.add_checkpoint(job_id, Checkpoint(step=10, path="c/10", created_at=from_epoch(0)))
     url = f"/v1/jobs/{job_id}"
     first = (await api.client.get(f"{url}/metrics", params={"limit": 2})).json()
     rest = (await api.client.get(f"{url}/metrics", params={"limit": 2, "cursor": first["next_cursor"]})).json()
@@ -89,7 +89,7 @@ async def test_samples_link_to_their_pictures(api: Api, job: Job) -> None:
     ref = await api.services.blobs.put(keys.blob(job_id, "media", 1), b"\x89PNG picture", ttl_s=60)
     sample = SampleRecord(step=1, group=0, index=2, prompt="a sign", reward=0.5, scores={"ocr": 0.5})
     place = {"media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256}
-    await api.store.put_samples(job_id, [sample.model_copy(update=place)])
+    await api.store.samples.put(job_id, sample.model_copy(update=place))
     [shown] = (await api.client.get(f"/v1/jobs/{job_id}/samples", params={"step": 1, "order": "best"})).json()["items"]
     assert (shown["prompt"], shown["reward"], shown["scores"]) == ("a sign", 0.5, {"ocr": 0.5})
     picture = await api.client.get(shown["media"])
@@ -109,7 +109,7 @@ async def test_system(api: Api, job: Job) -> None:
     assert (fleet["pools"], fleet["shortages"]) == (None, [])
     assert [(r["replica_id"], r["health"], r["version"]) for r in fleet["replicas"]] == [("rollout-0", "serving", 3)]
     assert fleet["reward_load"] == {}
-    await api.store.put_reward_load({"ocr": RewardLoad(in_flight=1, calls=2, failures=0, latency_p50_s=0.5)})
+    await api.store.rewards.put_load({"ocr": RewardLoad(in_flight=1, calls=2, failures=0, latency_p50_s=0.5)})
     load = (await api.client.get("/v1/fleet")).json()["reward_load"]["ocr"]
     assert (load["in_flight"], load["latency_p50_s"], load["latency_p99_s"]) == (1, 0.5, None)
     metrics = await api.client.get("/metrics")
@@ -131,7 +131,7 @@ async def test_jobs_outlive_the_controller(settings: ControllerSettings, job: Jo
         record = await first.submit(job())
     async with serve(settings) as second:
         assert (await second.client.get(f"/v1/jobs/{record['id']}")).json() == record
-        assert await second.store.active() == [record["id"]]
+        assert await second.store.jobs.active() == [record["id"]]
 
 
 @pytest.mark.parametrize("part", ["", "/events", "/metrics", "/checkpoints", "/samples", "/samples/0/0/0/media"])

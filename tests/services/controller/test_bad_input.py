@@ -230,7 +230,7 @@ async def test_an_error_of_ours_stays_in_the_log(jobs: Api, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs.store, "get", broken)
-        job_id = (await jobs.store.active())[0]
+        job_id = (await jobs.store.jobs.active())[0]
         response = await jobs.client.get(f"/v1/jobs/{job_id}")
     check_problem(response, 500)
     assert "secret" not in response.text

@@ -139,14 +139,14 @@ async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dic
         assert (fleet.trainer.steps, fleet.trainer.saves, fleet.trainer.exports) == ([], [], [])
         sizes = [[len(group.indices) for group in request.groups] for request in fleet.rollout.requests]
         assert sorted(sizes) == [[4], [4, 4]]
-        samples, _ = await fleet.store.samples(record.id, purpose="validate", limit=50)
+        samples, _ = await fleet.store.samples.page(record.id, purpose="validate", limit=50)
         assert {(sample.group, sample.index) for sample in samples} == {(g, i) for g in range(3) for i in range(4)}
         assert len({sample.seed for sample in samples}) == 12
         assert {sample.prompt for sample in samples if sample.group == 2} == {"f"}
-        (row,) = [row.values for row in await fleet.store.metrics(record.id)]
+        (row,) = [row.values for row in await fleet.store.history.metrics(record.id)]
         assert (row["val/num_prompts"], row["val/num_scored"]) == (3.0, 12.0)
         again = await fleet.run(settings)
-        repeated, _ = await fleet.store.samples(again.id, purpose="validate", limit=50)
+        repeated, _ = await fleet.store.samples.page(again.id, purpose="validate", limit=50)
         assert [sample.seed for sample in repeated] == [sample.seed for sample in samples]
 
     await run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
@@ -201,7 +201,7 @@ async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
         assert all(not request.noise.sde_steps for request in fleet.rollout.requests)
         assert record.results["samples_trained"] == 4
         assert record.results["samples_dropped"] == {"not_in_a_pair": 12}
-        rows = [row.values for row in await fleet.store.metrics(record.id)]
+        rows = [row.values for row in await fleet.store.history.metrics(record.id)]
         assert [(row["training/samples"], row["training/samples_dropped"]) for row in rows] == [(0, 8), (4, 12)]
         assert [row["critic/advantages/max"] for row in rows] == [0, 1]
         assert [row["critic/rewards/zero_std_ratio"] for row in rows] == [1, 0]
@@ -238,7 +238,7 @@ async def test_given_preferences_are_encoded_never_scored(
         stored = await fleet.blob_keys(record.id, "given")
         assert len(stored) == 4
         assert all([await fleet.redis.ttl(key) > 0 for key in stored])
-        shown, _ = await fleet.store.samples(record.id, limit=20)
+        shown, _ = await fleet.store.samples.page(record.id, limit=20)
         assert len(shown) == 8
         for sample in shown:
             assert sample.scores == {"preference": 1.0 - sample.index}
@@ -302,8 +302,10 @@ async def test_a_preference_whose_file_is_gone_costs_its_own_group(
         assert [len(request.samples) for request in fleet.trainer.steps] == [4, 4]
         assert record.results["samples_trained"] == 8
         assert record.results["samples_dropped"] == {"rollout_failed": 4}
-        assert {sample.prompt for sample in (await fleet.store.samples(record.id, limit=20))[0]} == {"a", "c"}
-        reasons = [event.data["reason"] for event in await fleet.store.events(record.id) if event.type == "gave_up"]
+        assert {sample.prompt for sample in (await fleet.store.samples.page(record.id, limit=20))[0]} == {"a", "c"}
+        reasons = [
+            event.data["reason"] for event in await fleet.store.events.read(record.id) if event.type == "gave_up"
+        ]
         assert len(reasons) == 2
         assert all("b-.png, which does not exist" in reason for reason in reasons)
 
@@ -346,7 +348,9 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
         again = {place for place in asked if asked.count(place) > 1}
         assert again == {(0, 0, 1), (0, 1, 2), (1, 0, 3), (1, 1, 0), (1, 0, 0), (1, 1, 2)}
         assert sum(fleet.rewards["ocr"].sizes) == 16  # what has a score keeps it
-        lost = [name for e in await fleet.store.events(record.id) if e.type == "lost" for name in e.data["samples"]]
+        lost = [
+            name for e in await fleet.store.events.read(record.id) if e.type == "lost" for name in e.data["samples"]
+        ]
         assert sorted(lost) == sorted("/".join(map(str, place)) for place in again)
 
     await run(use, ocr=ScriptedReward(by_index))
@@ -422,7 +426,7 @@ async def test_each_step_and_each_validation_is_told_once(
 
     async def use(fleet: ScriptedFleet) -> None:
         record = await fleet.run(settings)
-        told = [event.data for event in await fleet.store.events(record.id, limit=1000) if event.type == "trained"]
+        told = [event.data for event in await fleet.store.events.read(record.id, limit=1000) if event.type == "trained"]
         assert [data["step"] for data in told] == [0, 1]
         for data in told:
             assert (data["rewards"]["low"], data["rewards"]["high"]) == (0.0, 0.75), "the scores of four samples"
@@ -431,7 +435,7 @@ async def test_each_step_and_each_validation_is_told_once(
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert [line["step"] for line in lines if "step" in line] == [0, 1]
         assert [line["version"] for line in lines if "version" in line] == [0, 2]
-        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         for line in lines:
             number = line.get("step", line.get("version"))
             figures = {name: value for name, value in line.items() if name not in ("step", "version", "time")}
@@ -476,10 +480,10 @@ async def test_videos_go_to_rewards_that_score_videos(
         assert record.status is JobStatus.SUCCEEDED, record.reason
         sampling = [request.sampling for request in fleet.rollout.requests]
         assert {(s.num_frames, s.embedded_guidance, s.condition_pixels) for s in sampling} == {(9, 3.0, 512)}
-        assert {sample.media_type for sample in (await fleet.store.samples(record.id))[0]} == {"video/mp4"}
-        before, after = [e.data for e in await fleet.store.events(record.id) if e.type == "validation"]
+        assert {sample.media_type for sample in (await fleet.store.samples.page(record.id))[0]} == {"video/mp4"}
+        before, after = [e.data for e in await fleet.store.events.read(record.id) if e.type == "validation"]
         assert (before["val/num_prompts"], before["val/num_scored"]) == (3, 0)  # it scores whole groups
-        (told,) = [e.data for e in await fleet.store.events(record.id) if e.type == "not_validated"]
+        (told,) = [e.data for e in await fleet.store.events.read(record.id) if e.type == "not_validated"]
         assert told["reward"] == "motion"
         assert before["val/edge_density"] == after["val/edge_density"] > 50  # noise
         assert fleet.rewards["motion"].sizes == [4] * 2 * 2
@@ -550,15 +554,15 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         assert record.desired is Desired.PAUSED
         assert "3.00e-04, above rollout.max_log_prob_gap = 1.00e-04" in record.reason
         await asyncio.sleep(3 * TICK_S)  # nothing resumes it by itself
-        assert (await fleet.store.get(record.id)).status is JobStatus.PAUSED
+        assert (await fleet.store.jobs.get(record.id)).status is JobStatus.PAUSED
         assert len(fleet.trainer.steps) == 1
-        await fleet.store.request(record.id, action)
+        await fleet.store.jobs.request(record.id, action)
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (
             (JobStatus.SUCCEEDED, "") if action == "resume" else (JobStatus.CANCELLED, "")
         )
         assert len(fleet.trainer.steps) == (2 if action == "resume" else 1)
-        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         assert rows[0][LOG_PROB_GAP] == 3e-4
 
     await run(use, ocr=ScriptedReward(by_index))
@@ -590,7 +594,7 @@ async def test_a_deterministic_job_pauses_while_several_devices_share_its_sample
         assert "4 devices of replica r0 share each sample" in record.reason
         fleet.rollout.num_devices = 1
         await fleet.rollout.announce()
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
 
@@ -621,12 +625,12 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
             record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
             assert record.desired is Desired.PAUSED
             assert "version 1: since its best validation rewards.people has lost" in record.reason
-            await fleet.store.request(record.id, "resume")  # it continues to the next validation
+            await fleet.store.jobs.request(record.id, "resume")  # it continues to the next validation
             record = await fleet.reached(record.id, lambda record: "version 2: " in record.reason)
-            await fleet.store.request(record.id, "resume")  # and the last one pauses no job
+            await fleet.store.jobs.request(record.id, "resume")  # and the last one pauses no job
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
-        found = [row.values["val/disagreement"] for row in await fleet.store.validations(record.id)]
+        found = [row.values["val/disagreement"] for row in await fleet.store.history.validations(record.id)]
         assert found[0] == 0.0
         assert all(value is not None and value > 5 for value in found[1:]) if hacks else found[1:] == [0.0] * 3
 
@@ -658,10 +662,10 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(
         record = await fleet.submit(settings)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "version 2: since version 0 the held-out reward has lost" in record.reason
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
-        found = [row.values.get("val/reward_drop") for row in await fleet.store.validations(record.id)]
+        found = [row.values.get("val/reward_drop") for row in await fleet.store.history.validations(record.id)]
         assert [value is not None and value > 5 for value in found] == [False, False, True, False, False]
         assert found[1] is None, "one of three samples says nothing"
 
@@ -682,7 +686,7 @@ async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert (sum(fleet.rewards["ocr"].sizes), sum(fleet.rewards["judge"].sizes)) == (2 * 8 + 2 * 3, 2 * 3)
-        rows = [row.values for row in await fleet.store.metrics(record.id)]
+        rows = [row.values for row in await fleet.store.history.metrics(record.id)]
         assert [row["val-core/rewards/judge/mean"] for row in rows if "val/reward" in row] == [0.5, 0.5]
         told = {name for row in rows for name in row if name.startswith("critic/rewards/")}
         assert "critic/rewards/ocr/mean" in told
@@ -700,7 +704,7 @@ async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     async def use(fleet: ScriptedFleet) -> None:
         record = await fleet.submit(settings)
         await fleet.reached(record.id, lambda record: record.status is JobStatus.SUCCEEDED)
-        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         one_replica, step_s = 1, rows[0]["timing_s/step"] or 0.0
         assert rows[0]["perf/throughput"] == pytest.approx(8 / step_s / (2 + one_replica))
 

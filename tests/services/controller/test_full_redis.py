@@ -21,7 +21,7 @@ from services.controller.retention.keep import Keep
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
-from services.controller.store.rows import MAX_NOTICES
+from services.controller.store.notices import MAX_NOTICES
 from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 from tests.waiting import until
@@ -47,7 +47,7 @@ async def test_above_the_watermark_a_submit_is_refused_in_words(settings: Contro
         assert response.headers["retry-after"] == "60"
         assert response.headers["content-type"] == "application/problem+json"
         assert "flowfleet delete ID" in response.json()["detail"]
-        assert await api.store.jobs() == ([], None)
+        assert await api.store.lists.page() == ([], None)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ async def test_delete_over_rest(api: Api, job: Job) -> None:
     url = f"/v1/jobs/{record['id']}"
     refused = await api.client.delete(url)
     assert (refused.status_code, "cancel it" in refused.json()["detail"]) == (409, True)
-    await api.store.set_status(record["id"], JobStatus.CANCELLED)
-    first = (await api.store.events(record["id"]))[0].id
+    await api.store.jobs.set_status(record["id"], JobStatus.CANCELLED)
+    first = (await api.store.events.read(record["id"]))[0].id
     for _ in range(2):
         answer = await api.client.delete(url)
         assert (answer.status_code, answer.json()["desired"]) == (202, "deleted")
@@ -113,10 +113,10 @@ async def test_delete_over_rest(api: Api, job: Job) -> None:
 
 async def test_a_trimmed_last_event_id_gets_a_named_gap_in_the_stream(api: Api, job: Job, redis: Redis) -> None:
     job_id = (await api.submit(job()))["id"]
-    first = (await api.store.events(job_id))[0].id
+    first = (await api.store.events.read(job_id))[0].id
     for step in range(3):
-        await api.store.append_event(job_id, "phase", {"step": step})
-    await api.store.set_status(job_id, JobStatus.CANCELLED)
+        await api.store.events.append(job_id, "phase", {"step": step})
+    await api.store.jobs.set_status(job_id, JobStatus.CANCELLED)
     await redis.xtrim(keys.events(job_id), maxlen=2, approximate=False)
     headers = {"Accept": "text/event-stream", "Last-Event-ID": first}
     text = (await api.client.get(f"/v1/jobs/{job_id}/events", headers=headers)).text
@@ -160,7 +160,7 @@ async def test_running_jobs_pause_above_the_higher_watermark(
         assert "running jobs pause" in record.reason
         assert "flowfleet resume" in record.reason
         fleet.runner._memory._keep = fleet.runner._keeper._keep = Keep()  # somebody made room
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         async with asyncio.timeout(20):
             record = await fleet.reached(record.id, lambda job: job.status.terminal)
         assert (record.status, record.progress.samples_trained) == (JobStatus.SUCCEEDED, 4)
@@ -196,7 +196,7 @@ async def soak(
             if number in (first, jobs):
                 await until(partial(ended, f"job {record.id}"))
                 seen.append(await settled(fleet))
-        assert len(await fleet.store.ended()) == keep
+        assert len(await fleet.store.removal.ended()) == keep
     return seen
 
 

@@ -38,7 +38,7 @@ async def test_a_job_keeps_the_commit_that_its_submit_found(
     later = await api.client.post("/v1/jobs", json=asked)
     assert later.json()["spec"]["model"]["path"] == f"Org/Model@{NEW}"
 
-    spec = (await api.store.get(first.json()["id"])).job_spec()
+    spec = (await api.store.jobs.get(first.json()["id"])).job_spec()
     site.asked.clear()
     assert open_job(spec, api.services.sources).spec.model.path == pinned  # a restart makes no request
     assert site.asked == []

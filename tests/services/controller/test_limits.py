@@ -15,7 +15,7 @@ from services.controller.fleet.directory import StaticDirectory
 from services.controller.limits import Limits
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 
 
 def job(pool: str = "default", **parts: Any) -> JobSpec:
@@ -46,16 +46,16 @@ async def test_the_check_of_a_submit_knows_the_limits() -> None:
 @pytest.mark.anyio
 async def test_pools_share_the_limit_and_jobs_of_one_pool_do_not_add_up(redis_url: str) -> None:
     redis = connect(redis_url)
-    limits, store = Limits(open_samples=60), JobStore(redis)
+    limits, store = Limits(open_samples=60), Store(redis)
     for pool, prompts in (("a", 4), ("a", 9), ("b", 4)):  # 36 in a, 16 in b
-        await store.create(job(pool, rollout={"prompts_per_step": prompts}))
-    waiting = await store.unended()
+        await store.jobs.create(job(pool, rollout={"prompts_per_step": prompts}))
+    waiting = await store.jobs.unended()
     limits.check_room(job("a", rollout={"prompts_per_step": 11}), waiting)
     limits.check_room(job("c", rollout={"prompts_per_step": 2}), waiting)
     with pytest.raises(Full, match=r"would have 64 samples open at once, 12 of them this job's, .* admits 60: wait"):
         limits.check_room(job("c", rollout={"prompts_per_step": 3}), waiting)
-    await store.set_status(waiting[1].id, "failed")
-    limits.check_room(job("c", rollout={"prompts_per_step": 3}), await store.unended())
+    await store.jobs.set_status(waiting[1].id, "failed")
+    limits.check_room(job("c", rollout={"prompts_per_step": 3}), await store.jobs.unended())
     await redis.aclose()
 
 
@@ -83,11 +83,11 @@ def test_timeouts_and_weights_that_make_no_sense_are_refused(parts: dict[str, An
 @pytest.mark.anyio
 async def test_trainers_are_limited_too_for_each_pool_starts_one(redis_url: str) -> None:
     redis = connect(redis_url)
-    limits, store = Limits(ranks=4), JobStore(redis)
+    limits, store = Limits(ranks=4), Store(redis)
     assert limits.problem(job(trainer={"world_size": 5})).startswith("trainer.world_size = 5: this controller admits 4")
     for pool, ranks in (("a", 1), ("a", 2), ("b", 1)):
-        await store.create(job(pool, trainer={"world_size": ranks}))
-    waiting = await store.unended()
+        await store.jobs.create(job(pool, trainer={"world_size": ranks}))
+    waiting = await store.jobs.unended()
     limits.check_room(job("invented"), waiting)
     limits.check_room(job("b", trainer={"world_size": 2}), waiting)
     with pytest.raises(Full, match="the trainers of 3 pools would have 5 ranks, 2 of them this job's, and this"):

@@ -106,7 +106,7 @@ async def test_the_best_stay_and_the_card_tells_the_training(
         record = await fleet.run(settings)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert [list(request.keep) for request in fleet.trainer.saves] == [[], [1], [1]]
-        assert [one.step for one in await fleet.store.checkpoints(record.id)] == [1, 3]
+        assert [one.step for one in await fleet.store.history.checkpoints(record.id)] == [1, 3]
         (export,) = fleet.trainer.exports
         for line in (
             "| 0 | 0.25 | 0 |",
@@ -149,21 +149,21 @@ async def test_a_job_is_finished_with_all_that_its_end_brings(
     async def use(fleet: ScriptedFleet) -> None:
         job_id = await trained(fleet, settings, 2)
         if is_paused:
-            await fleet.store.request(job_id, "pause")
+            await fleet.store.jobs.request(job_id, "pause")
             await fleet.reached(job_id, lambda now: now.status is JobStatus.PAUSED)
         for _ in range(2):  # the answer to the first was lost
-            await fleet.store.request_steps(job_id, 0)
+            await fleet.store.jobs.request_steps(job_id, 0)
         record = await ended(fleet, job_id)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         steps = record.progress.step
         assert 2 <= steps == record.progress.steps == len(fleet.trainer.steps) < 100
         assert fleet.trainer.published[-1][0] == steps
-        assert [one.step for one in await fleet.store.checkpoints(job_id)] == [steps]
-        assert [one.version for one in await fleet.store.validations(job_id)] == [0, steps]
+        assert [one.step for one in await fleet.store.history.checkpoints(job_id)] == [steps]
+        assert [one.version for one in await fleet.store.history.validations(job_id)] == [0, steps]
         assert len(fleet.trainer.exports) == 1
-        assert (await fleet.store.request_steps(job_id, 0)).status is JobStatus.SUCCEEDED
+        assert (await fleet.store.jobs.request_steps(job_id, 0)).status is JobStatus.SUCCEEDED
         with pytest.raises(Conflict, match="flowfleet submit --from ID"):
-            await fleet.store.request_steps(job_id, steps + 1)
+            await fleet.store.jobs.request_steps(job_id, steps + 1)
 
     await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
@@ -177,8 +177,8 @@ async def test_a_job_is_extended_and_what_cannot_be_is_refused(
     async def use(fleet: ScriptedFleet) -> None:
         record = await fleet.submit(settings)
         with pytest.raises(Conflict, match="has not trained a step yet"):
-            await fleet.store.request_steps(record.id, 0)
-        await fleet.store.request_steps(record.id, 5)
+            await fleet.store.jobs.request_steps(record.id, 0)
+        await fleet.store.jobs.request_steps(record.id, 5)
         record = await ended(fleet, record.id)
         assert (record.status, record.progress.step, record.progress.steps) == (JobStatus.SUCCEEDED, 5, 5)
         assert [request.step for request in fleet.trainer.steps] == list(range(5))
@@ -196,7 +196,7 @@ async def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
         job_id = await trained(fleet, settings, 1)
         folder = tmp_path / "state" / "jobs" / job_id / "checkpoints" / "step-00000001" / "model"
         write_model(folder, job_id, 1, b"weights")
-        await fleet.store.request(job_id, "cancel")
+        await fleet.store.jobs.request(job_id, "cancel")
         record = await ended(fleet, job_id)
         assert (record.status, record.results["model"]) == (JobStatus.CANCELLED, str(folder))
 

@@ -50,7 +50,7 @@ async def test_a_killed_redis_is_a_pause(tmp_path: Path, job: Job) -> None:
                 second["id"],
                 first["id"],
             ]
-            kinds = [event.type for event in await api.store.events(first["id"])]
+            kinds = [event.type for event in await api.store.events.read(first["id"])]
             assert kinds == ["status", "request"]
             assert (await api.client.get("/readyz")).status_code == 200
     finally:

@@ -64,7 +64,7 @@ async def test_a_failover_that_loses_nothing_acknowledged_is_a_pause(group: Grou
     losses: set[str] = set()
     async with running(group, tmp_path) as (fleet, job_id):
         await until(lambda: noted(tmp_path) >= 2)
-        before = (await fleet.store.get(job_id)).progress.step
+        before = (await fleet.store.jobs.get(job_id)).progress.step
         group.primary.kill()
         number = noted(tmp_path)
 

@@ -52,7 +52,7 @@ def by_index(sample: Any) -> float:
 
 
 async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
-    return (await fleet.store.samples(job_id, purpose="train", limit=50))[0]
+    return (await fleet.store.samples.page(job_id, purpose="train", limit=50))[0]
 
 
 @pytest.mark.anyio
@@ -66,7 +66,7 @@ async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., 
         assert "out of memory" in record.reason
         assert 'rewards.ocr.on_failure = "pause"' in record.reason
         fleet.rewards["ocr"].fails_after = None
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
@@ -88,7 +88,7 @@ async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -
         for sample in await training_samples(fleet, record.id):
             assert sample.scores == {"ocr": sample.index / GROUP}
             assert (sample.reward, sample.versions) == (sample.index / GROUP, {"ocr": "ocr 7"})
-        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         assert rows[1]["critic/rewards/quality/missing"] == 8
         assert rows[1]["critic/rewards/quality/mean"] is None
         assert rows[1]["critic/rewards/ocr/mean"] == (0 + 1 + 2 + 3) / 4 / GROUP
@@ -113,7 +113,7 @@ async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..
         record = await fleet.submit(job)
         await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         ocr.score = by_index
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
@@ -135,14 +135,14 @@ async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
         assert record.reason.startswith("step 1: no sample has a score")
         assert "resume the job: it continues with the next step" in record.reason
         fleet.rewards["quality"].fails_after = None
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {"no_score_quality": 3 * GROUP}, "none is asked for in their place"
         assert record.results["samples_trained"] == 3 * GROUP
         assert [(one.step, len(one.samples)) for one in fleet.trainer.steps] == [(0, GROUP), (1, 0), (2, 2 * GROUP)]
-        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         assert rows[1]["critic/rewards/mean"] is None
         assert rows[1]["training/samples_dropped"] == 3 * GROUP
 
@@ -157,7 +157,7 @@ async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[Non
             reason = f"step {step}: no sample has a score"
             record = await fleet.reached(record.id, lambda record, why=reason: record.reason.startswith(why))  # type: ignore[misc]
             assert record.status is JobStatus.PAUSED
-            await fleet.store.request(record.id, "resume")
+            await fleet.store.jobs.request(record.id, "resume")
             await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
@@ -192,12 +192,12 @@ async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[
         quality.fails_after = 0
         record = await fleet.submit(job)
         await until(lambda: quality.failed)
-        await fleet.store.request(record.id, "pause")
+        await fleet.store.jobs.request(record.id, "pause")
         await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         await asyncio.sleep(2.1)
         failed = quality.failed
-        await fleet.store.request(record.id, "resume")
+        await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
         await until(lambda: quality.failed != failed)
         quality.fails_after = None

@@ -48,17 +48,17 @@ class HeldReward(ScriptedReward):
 
 async def change(fleet: ScriptedFleet, job_id: str, **parts: Any) -> JobRecord:
     """Changes rewards like the REST API; returns once the job has applied the change."""
-    record = await fleet.store.get(job_id)
+    record = await fleet.store.jobs.get(job_id)
     number = record.rewards.revision + 1
     wanted = RewardChange.model_validate({"revision": number - 1, **parts})
     after: RewardSet = changed(record.job_spec(), reward_set(record.rewards.newest), wanted)
     revision = RewardRevision(number=number, changes=wanted.describe(), **after.model_dump(mode="json"))
-    await fleet.store.change_rewards(job_id, revision)
+    await fleet.store.rewards.change(job_id, revision)
     return await fleet.reached(job_id, lambda record: record.rewards.active.number == number)
 
 
 async def versions(fleet: ScriptedFleet, job_id: str) -> dict[int, set[str]]:
-    samples, _ = await fleet.store.samples(job_id, limit=500)
+    samples, _ = await fleet.store.samples.page(job_id, limit=500)
     assert len(samples) == STEPS * 8
     return {step: {sample.versions["ocr"] for sample in samples if sample.step == step} for step in range(STEPS)}
 
@@ -76,11 +76,11 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         assert record.rewards.active.from_step == 2
         first.gates["1"].set()
         await fleet.reached(job_id, lambda record: record.progress.step == 3)
-        active = reward_set((await fleet.store.get(job_id)).rewards.active)
+        active = reward_set((await fleet.store.jobs.get(job_id)).rewards.active)
         pair = pair_of("ocr2", active.shadows["ocr2"], "ocr", active.rewards["ocr"])
-        while (counts := await fleet.store.shadow_counts(job_id, pair)).get("scored") != 8:
+        while (counts := await fleet.store.shadows.counts(job_id, pair)).get("scored") != 8:
             await asyncio.sleep(0.02)
-        found = compare(await fleet.store.shadow_scores(job_id, pair, "train"))
+        found = compare(await fleet.store.shadows.scores(job_id, pair, "train"))
         assert (found.samples, found.groups, found.failed, counts["failed"]) == (8, 2, 0, 0)
         assert (found.spearman, found.agreement) == (pytest.approx(-1.0), 0.0)
         assert (found.active.mean, found.shadow.mean) == (0.375, 0.625)  # of 0, 0.25, 0.5, 0.75
@@ -93,11 +93,11 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         assert record.results["samples_trained"] == STEPS * 8
         assert len(fleet.trainer.steps) == STEPS
         assert await versions(fleet, job_id) == {step: {"ocr 1" if step < 4 else "ocr 2"} for step in range(STEPS)}
-        rows = await fleet.store.metrics(job_id)
+        rows = await fleet.store.history.metrics(job_id)
         assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 1, 1, 2, 2]
-        samples, _ = await fleet.store.samples(job_id, step=2, limit=500)
+        samples, _ = await fleet.store.samples.page(job_id, step=2, limit=500)
         assert {(s.index, s.shadow["ocr2"]) for s in samples} == {(i, 1 - i / 4) for i in range(4)}
-        told = [event.data for event in await fleet.store.events(job_id, limit=1000) if event.type == "rewards"]
+        told = [event.data for event in await fleet.store.events.read(job_id, limit=1000) if event.type == "rewards"]
         assert [(each["number"], each["from_step"]) for each in told] == [(1, 2), (2, 4)]
 
     await run(use, first=first, second=second)
@@ -117,7 +117,7 @@ async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path:
         ocr.gates["1"].set()
         record = await fleet.reached(job_id, lambda record: record.status is not JobStatus.RUNNING)
         assert record.status is JobStatus.SUCCEEDED, record.reason
-        found = await fleet.store.validations(job_id)
+        found = await fleet.store.history.validations(job_id)
         assert [one.values["val/reward_drop"] for one in found] == [0.0] * 4
         assert (found[0].reward, found[-1].reward) == (pytest.approx(1 / 3), pytest.approx(1 / 300))
 
@@ -190,19 +190,19 @@ async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, 
         first.gates["1"].set()
         record = await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
         assert "score: choose soft" in record.reason
-        await fleet.store.request(job_id, "resume")
+        await fleet.store.jobs.request(job_id, "resume")
         await fleet.reached(job_id, lambda record: record.desired is Desired.PAUSED)  # it was refused again
         await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
         record = await change(fleet, job_id, set={"ocr": {"params": {"score": "soft"}}})
         assert (record.status, record.rewards.active.from_step) == (JobStatus.PAUSED, 2)
-        await fleet.store.request(job_id, "resume")
+        await fleet.store.jobs.request(job_id, "resume")
         record = await fleet.reached(job_id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_trained"] == STEPS * 8
         assert len(fleet.trainer.steps) == STEPS
         found = await versions(fleet, job_id)
         assert [len(each) for each in found.values()] == [1] * STEPS
-        rows = await fleet.store.metrics(job_id)
+        rows = await fleet.store.history.metrics(job_id)
         assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 2, 2, 2, 2]
 
     await run(use, first=first, second=picky)
@@ -253,7 +253,7 @@ async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, jo
         assert record.results["samples_dropped"] == {"no_score_whole": 2}
         assert record.results["samples_trained"] == 2 * 8 - 2
         assert record.results["held_out_reward"] is None
-        events = await fleet.store.events(record.id, limit=1000)
+        events = await fleet.store.events.read(record.id, limit=1000)
         assert [event.data["reward"] for event in events if event.type == "not_validated"] == ["whole"]
 
     await run(use, whole=grouped)
@@ -282,7 +282,7 @@ async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
         pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
         first.gates["1"].set()
         await fleet.reached(job_id, lambda record: record.progress.step == 4)
-        while not (counts := await fleet.store.shadow_counts(job_id, pair)).get("scored"):
+        while not (counts := await fleet.store.shadows.counts(job_id, pair)).get("scored"):
             await asyncio.sleep(0.02)
         assert counts["left_out"] > 0
         await change(fleet, job_id, remove=["late"])
@@ -318,7 +318,7 @@ async def test_nobody_waits_for_a_shadow(
         record = await fleet.reached(job_id, lambda record: record.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_trained"] == STEPS * 8
-        counts: Mapping[str, int] = await fleet.store.shadow_counts(job_id, pair)
+        counts: Mapping[str, int] = await fleet.store.shadows.counts(job_id, pair)
         asked = (STEPS - 2) * 8 if kind == "broken" else 3 * 4  # two run, one waits
         assert counts.get("scored", 0) == 0
         if kind == "stuck":

@@ -21,9 +21,9 @@ from services.controller import scheduler as runner
 from services.controller.prompts.sources import Unread
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import LeaseLost
 from services.controller.store.records import JobRecord
+from services.controller.store.store import Store
 from services.controller.trainers import launcher
 from services.controller.trainers.launcher import LocalLauncher, stopped
 from tests.waiting import until
@@ -42,13 +42,13 @@ class WaitingRunner(JobScheduler):
 
     async def _drive(self, record: JobRecord) -> None:
         self.order.append(record.id)
-        await self._store.set_status(record.id, JobStatus.RUNNING)
+        await self._store.jobs.set_status(record.id, JobStatus.RUNNING)
         if self.crashes:
             self.crashes -= 1
             await asyncio.sleep(self.lasts_s)
             raise self.error
         await self.gate.wait()
-        await self._store.set_status(record.id, JobStatus.SUCCEEDED)
+        await self._store.jobs.set_status(record.id, JobStatus.SUCCEEDED)
 
 
 class RefusingLauncher(LocalLauncher):
@@ -67,12 +67,12 @@ class RefusingLauncher(LocalLauncher):
 async def with_runner(
     url: str,
     state: Path,
-    use: Callable[[WaitingRunner, JobStore], Awaitable[None]],
+    use: Callable[[WaitingRunner, Store], Awaitable[None]],
     launcher: LocalLauncher | None = None,
 ) -> None:
     async def scenario() -> None:
         redis = connect(url)
-        store = JobStore(redis)
+        store = Store(redis)
         settings = ControllerSettings(redis_url=SecretStr(url), state_dir=state)
         runner = WaitingRunner(settings, redis, store, CollectorRegistry(), launcher)
         runner.order, runner.gate = [], asyncio.Event()
@@ -85,8 +85,8 @@ async def with_runner(
     await asyncio.wait_for(scenario(), 30)
 
 
-async def reached(store: JobStore, job_id: str, status: JobStatus) -> None:
-    while (await store.get(job_id)).status is not status:
+async def reached(store: Store, job_id: str, status: JobStatus) -> None:
+    while (await store.jobs.get(job_id)).status is not status:
         await asyncio.sleep(0.02)
 
 
@@ -94,14 +94,14 @@ async def reached(store: JobStore, job_id: str, status: JobStatus) -> None:
 async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_once(
     redis_url: str, tmp_path: Path
 ) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
-        first, second, third = [(await store.create(SPEC))[0].id for _ in range(3)]
+    async def use(runner: WaitingRunner, store: Store) -> None:
+        first, second, third = [(await store.jobs.create(SPEC))[0].id for _ in range(3)]
         await runner.start()
         await reached(store, first, JobStatus.RUNNING)
-        await store.request(second, "cancel")
+        await store.jobs.request(second, "cancel")
         await runner.notify()
         await reached(store, second, JobStatus.CANCELLED)
-        assert (await store.get(third)).status is JobStatus.QUEUED
+        assert (await store.jobs.get(third)).status is JobStatus.QUEUED
         runner.gate.set()
         await reached(store, third, JobStatus.SUCCEEDED)
         assert runner.order == [first, third]
@@ -111,13 +111,13 @@ async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue
 
 @pytest.mark.anyio
 async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
-        first, second = [(await store.create(SPEC))[0].id for _ in range(2)]
-        elsewhere, _ = await store.create(SPEC.model_copy(update={"rollout": RolloutPart(pool="wide")}))
+    async def use(runner: WaitingRunner, store: Store) -> None:
+        first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
+        elsewhere, _ = await store.jobs.create(SPEC.model_copy(update={"rollout": RolloutPart(pool="wide")}))
         await runner.start()
         await reached(store, first, JobStatus.RUNNING)
         await reached(store, elsewhere.id, JobStatus.RUNNING)
-        assert (await store.get(second)).status is JobStatus.QUEUED
+        assert (await store.jobs.get(second)).status is JobStatus.QUEUED
         runner.gate.set()
         await reached(store, second, JobStatus.SUCCEEDED)
         assert (set(runner.order[:2]), runner.order[2:]) == ({first, elsewhere.id}, [second])
@@ -127,10 +127,10 @@ async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -
 
 @pytest.mark.anyio
 async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes = 1
         runner.gate.set()
-        job, _ = await store.create(SPEC)
+        job, _ = await store.jobs.create(SPEC)
         await runner.start()
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
@@ -140,10 +140,10 @@ async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path)
 
 @pytest.mark.anyio
 async def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes, runner.error = 1, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
         runner.gate.set()
-        job, _ = await store.create(SPEC)
+        job, _ = await store.jobs.create(SPEC)
         await runner.start()
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
@@ -161,12 +161,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
 async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes, runner.error = 2, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
-        job, _ = await store.create(SPEC)
+        job, _ = await store.jobs.create(SPEC)
         await runner.start()
         await reached(store, job.id, JobStatus.FAILED)
-        assert (await store.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
+        assert (await store.jobs.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
 
     await with_runner(redis_url, tmp_path, use)
 
@@ -176,13 +176,13 @@ async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_ur
 async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
     refusing = RefusingLauncher(tmp_path)
 
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes = 2
         runner.gate.set()
-        first, second = [(await store.create(SPEC))[0].id for _ in range(2)]
+        first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
         await runner.start()
         await reached(store, first, JobStatus.FAILED)
-        assert (await store.get(first)).reason == "controller error: RuntimeError: a bug of ours"
+        assert (await store.jobs.get(first)).reason == "controller error: RuntimeError: a bug of ours"
         assert refusing.tries == launcher.STOP_TRIES
         await reached(store, second, JobStatus.SUCCEEDED)
         assert runner.alive
@@ -198,10 +198,10 @@ async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
 ) -> None:
     monkeypatch.setattr(runner, "STEADY_S", 0.05)
 
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes, runner.error, runner.lasts_s = 4, error, lasts_s
         runner.gate.set()
-        job, _ = await store.create(SPEC)
+        job, _ = await store.jobs.create(SPEC)
         await runner.start()
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id] * 5
@@ -211,14 +211,14 @@ async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
 
 @pytest.mark.anyio
 async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         runner.gate.set()
         await runner._redis.zadd(keys.jobs_with_status(JobStatus.QUEUED), {"lost": time.time()})
         await runner.start()
         await asyncio.sleep(0.3)
         assert runner.alive
         await runner._redis.zrem(keys.jobs_with_status(JobStatus.QUEUED), "lost")
-        job, _ = await store.create(SPEC)
+        job, _ = await store.jobs.create(SPEC)
         await reached(store, job.id, JobStatus.SUCCEEDED)
 
     await with_runner(redis_url, tmp_path, use)
@@ -228,7 +228,7 @@ async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path
 async def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
         async def broken() -> None:
             raise RuntimeError("a bug of ours")
 
@@ -255,8 +255,8 @@ async def test_it_stops_though_a_part_loses_its_cancellation(
         except asyncio.CancelledError:
             await asyncio.sleep(60)
 
-    async def use(runner: WaitingRunner, store: JobStore) -> None:
-        await store.create(SPEC)
+    async def use(runner: WaitingRunner, store: Store) -> None:
+        await store.jobs.create(SPEC)
         await runner.start()
         await asyncio.wait_for(waits.wait(), 10)
         await asyncio.wait_for(runner.stop(), 5)

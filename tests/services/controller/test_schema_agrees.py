@@ -15,8 +15,8 @@ import pytest
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.services.controller.test_openapi import SNAPSHOT
 from tests.services.controller.test_process import IDLE, controller
 
@@ -62,7 +62,7 @@ async def put_sample(redis_url: str, job_id: str) -> None:
     blob = await open_blobs(redis, "redis").put(keys.blob(job_id, "media", 1), b"\x89PNG picture", ttl_s=600)
     place = {"media_uri": blob.uri, "media_size_bytes": blob.size_bytes, "media_sha256": blob.sha256}
     sample = SampleRecord(step=0, group=0, index=0, prompt="a sign", reward=0.5, scores={"ocr": 0.5})
-    await JobStore(redis).put_samples(job_id, [sample.model_copy(update=place)])
+    await Store(redis).samples.put(job_id, sample.model_copy(update=place))
     await redis.aclose()
 
 

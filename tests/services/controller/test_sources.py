@@ -63,7 +63,7 @@ async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path
 
     async def check(fleet: ScriptedFleet, job_id: str) -> None:
         assert asked == {"ocr": {"signs"}, "aesthetic": {"scenes"}}
-        samples, _ = await fleet.store.samples(job_id, limit=100)
+        samples, _ = await fleet.store.samples.page(job_id, limit=100)
         assert len(samples) == STEPS * 16
         for sample in samples:
             assert sample.prompt.startswith(sample.source)
@@ -71,7 +71,7 @@ async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path
             assert sample.reward is not None
             level = 2 * sample.index / 4 if sample.source == "signs" else 0.1 * (20 + sample.index / 4)
             np.testing.assert_allclose(sample.reward, level)
-        rows = {row.step: row.values for row in await fleet.store.metrics(job_id, None, 100)}
+        rows = {row.step: row.values for row in await fleet.store.history.metrics(job_id, None, 100)}
         for step in range(STEPS):
             assert rows[step]["critic/sources/signs/num_samples"] == 4, "a quarter of the groups"
             assert rows[step]["critic/sources/signs/reward_mean"] == 0.75

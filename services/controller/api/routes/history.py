@@ -100,12 +100,12 @@ async def events(
     after = seen or asked
     if "text/event-stream" in request.headers.get("accept", ""):
         return await _stream(job_id, use, who, after)
-    items = await use.store.events(job_id, after, limit)
+    items = await use.store.events.read(job_id, after, limit)
     return Page(items=items, next_cursor=items[-1].id if len(items) == limit else None)
 
 
 async def _stream(job_id: str, use: Services, who: Holder, after: str | None) -> Response:
-    if after and (await use.store.status(job_id)).terminal and not await use.store.events(job_id, after, 1):
+    if after and (await use.store.jobs.status(job_id)).terminal and not await use.store.events.read(job_id, after, 1):
         return Response(status_code=204)  # tells an EventSource not to come back
     content = use.streams.counted(sse.stream(use.feed, who, job_id, after))
     return StreamingResponse(content, media_type="text/event-stream", headers=sse.HEADERS)
@@ -119,20 +119,20 @@ async def metrics(
     limit: Limit = 500,
 ) -> Page[MetricsRow]:
     """One row a step, ascending."""
-    items = await use.store.metrics(job_id, cursor, limit)
+    items = await use.store.history.metrics(job_id, cursor, limit)
     return Page(items=items, next_cursor=str(items[-1].step) if len(items) == limit else None)
 
 
 @router.get("/validations")
 async def validations(job_id: KnownJobId, use: Use) -> Page[Validation]:
     """What the held-out prompts gave, ascending by version."""
-    return Page(items=await use.store.validations(job_id))
+    return Page(items=await use.store.history.validations(job_id))
 
 
 @router.get("/checkpoints")
 async def checkpoints(job_id: KnownJobId, use: Use) -> Page[Checkpoint]:
     """Stored checkpoints, ascending by step."""
-    return Page(items=await use.store.checkpoints(job_id))
+    return Page(items=await use.store.history.checkpoints(job_id))
 
 
 @router.get("/samples")
@@ -152,7 +152,7 @@ async def samples(
     limit: Limit = 50,
 ) -> Page[Sample]:
     try:
-        items, following = await use.store.samples(
+        items, following = await use.store.samples.page(
             job_id,
             purpose=purpose,
             step=step,
@@ -173,13 +173,13 @@ async def trace(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> SampleTrace:
     """One sample, what it counted for, and the checkpoint that has it."""
-    found = await use.store.get_sample(job_id, step, group, index, purpose)
-    siblings, _ = await use.store.samples(
+    found = await use.store.samples.get(job_id, step, group, index, purpose)
+    siblings, _ = await use.store.samples.page(
         job_id, purpose=purpose, step=step, groups=(group, group + 1), order="oldest", limit=MAX_SIBLINGS
     )
-    credits = await use.store.trained(job_id, step) if purpose == "train" else {}
+    credits = await use.store.credits.of_step(job_id, step) if purpose == "train" else {}
     own = credits.get((group, index))
-    kept = [one for one in await use.store.checkpoints(job_id) if own and one.step > step]
+    kept = [one for one in await use.store.history.checkpoints(job_id) if own and one.step > step]
     return SampleTrace(
         sample=_sample(job_id, found),
         advantage=own.advantage if own else None,
@@ -203,7 +203,7 @@ async def media(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> Response:
     """The bytes of the picture, video or text."""
-    found = await use.store.get_sample(job_id, step, group, index, purpose)
+    found = await use.store.samples.get(job_id, step, group, index, purpose)
     try:
         content = await use.blobs.get(media_ref(found))
     except NotFound:

@@ -31,15 +31,15 @@ async def submit(
 ) -> JobRecord:
     """Queues a job: the job file's settings as JSON."""
     spec = checks.parse(await read_object(request))
-    record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
+    record = await use.store.jobs.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
         if use.runner.loss:  # whoever brings the lost writes back would lose this job
             raise Unavailable(use.runner.loss)
         await use.memory.check_room()
         devices = use.settings.trainer_devices
         checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices)
-        use.settings.limits.check_room(spec, await use.store.unended())
-        record, _ = await use.store.create(checked, idempotency_key, asked=spec, owner=who.name)
+        use.settings.limits.check_room(spec, await use.store.jobs.unended())
+        record, _ = await use.store.jobs.create(checked, idempotency_key, asked=spec, owner=who.name)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     return (await _shown([record], use))[0]
@@ -53,13 +53,13 @@ async def list_jobs(
     status: JobStatus | None = None,
 ) -> Page[JobRecord]:
     """Newest first."""
-    items, following = await use.store.jobs(cursor, limit, status)
+    items, following = await use.store.lists.page(cursor, limit, status)
     return Page(items=await _shown(items, use), next_cursor=following)
 
 
 @router.get("/{job_id}")
 async def show_job(job_id: JobId, use: Use) -> JobRecord:
-    return (await _shown([await use.store.get(job_id)], use))[0]
+    return (await _shown([await use.store.jobs.get(job_id)], use))[0]
 
 
 @router.get("/{job_id}/steps/{step}/trace", status_code=307, response_class=RedirectResponse)
@@ -106,18 +106,18 @@ async def extend(
     job_id: JobId, use: Use, steps: Annotated[int, Query(ge=1, le=10_000_000, description="Training steps in all.")]
 ) -> JobRecord:
     """Gives a job that has not ended another number of training steps."""
-    checks.check_extension((await use.store.get(job_id)).job_spec(), steps)
+    checks.check_extension((await use.store.jobs.get(job_id)).job_spec(), steps)
     return await _request_steps(job_id, use, steps)
 
 
 async def _request_steps(job_id: str, use: Use, steps: int) -> JobRecord:
-    record = await use.store.request_steps(job_id, steps)
+    record = await use.store.jobs.request_steps(job_id, steps)
     await use.runner.notify()
     return record
 
 
 async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
-    record = await use.store.request(job_id, action)
+    record = await use.store.jobs.request(job_id, action)
     await use.runner.notify()
     return record
 

@@ -30,7 +30,7 @@ async def overview(
     """Rows of jobs, newest first."""
     waiting = await use.feed.waiting()
     found: list[JobRow] = []
-    while len(found) <= limit and (ids := await use.store.ids(cursor, BATCH)):
+    while len(found) <= limit and (ids := await use.store.lists.ids(cursor, BATCH)):
         rows = await use.feed.rows(ids)
         found += [waiting.get(row.id, row) for row in rows if _fits(row, status, text.strip().lower())]
         cursor = ids[-1]
@@ -48,8 +48,8 @@ async def stream(
 
 
 async def _newest(use: Services, job_id: str) -> str:
-    await use.store.status(job_id)
-    return await use.store.last_event(job_id)
+    await use.store.jobs.status(job_id)
+    return await use.store.events.last_id(job_id)
 
 
 def _fits(row: JobRow, status: JobStatus | None, text: str) -> bool:

@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
 
 @router.get("/rewards")
 async def show_rewards(job_id: JobId, use: Use) -> Rewards:
-    return await _view(use, await use.store.get(job_id))
+    return await _view(use, await use.store.jobs.get(job_id))
 
 
 @router.patch("/rewards", status_code=202)
@@ -45,11 +45,11 @@ async def change_rewards(request: Request, job_id: JobId, use: Use) -> Rewards:
         change = parse_change(await read_object(request))
     except ValueError as error:
         raise InvalidJob(str(error).split("\n")) from None
-    record = await use.store.get(job_id)
+    record = await use.store.jobs.get(job_id)
     if not _is_repeated(record.rewards.newest, change):
-        await use.store.change_rewards(job_id, await _revision(use, record, change))
+        await use.store.rewards.change(job_id, await _revision(use, record, change))
         await use.runner.notify()
-    return await _view(use, await use.store.get(job_id))
+    return await _view(use, await use.store.jobs.get(job_id))
 
 
 def _is_repeated(newest: RewardRevision, change: RewardChange) -> bool:
@@ -133,7 +133,7 @@ async def _describe(spec: JobSpec, name: str, service: str, directory: Directory
 
 async def _view(use: Services, record: JobRecord) -> Rewards:
     rewards = record.rewards
-    history = await use.store.reward_history(record.id)
+    history = await use.store.rewards.history(record.id)
     submitted = RewardRevision(
         number=0, rewards=record.spec["rewards"], requested_at=record.created_at, from_step=0, applied_at=None
     )
@@ -152,7 +152,7 @@ async def _comparisons(use: Services, job_id: str, active: RewardSet) -> dict[st
         pair = pair_of(name, part, part.beside, active.rewards[part.beside])
         found[name] = ShadowComparison(
             beside=part.beside,
-            **await use.store.shadow_counts(job_id, pair),
+            **await use.store.shadows.counts(job_id, pair),
             train=await use.comparisons.of(use.store, job_id, pair, "train"),
             held_out=await use.comparisons.of(use.store, job_id, pair, "validate"),
         )

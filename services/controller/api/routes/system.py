@@ -63,7 +63,7 @@ async def _fleet(use: Services) -> Fleet:
 async def _reward_load(use: Services) -> dict[str, RewardLoad]:
     """Calls of the rewards; empty without Redis."""
     try:
-        return await use.store.reward_load()
+        return await use.store.rewards.load()
     except RedisError:
         return {}
 

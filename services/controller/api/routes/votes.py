@@ -64,7 +64,7 @@ VoterName = Annotated[str, Query(pattern=rf"{NAME}|^$", description="Who votes; 
 async def ask(request: Request, job_id: KnownJobId, step: int, group: int, use: Use) -> VoteGroup:
     """Asks people for votes on samples of a group, and answers the votes so far. Asked again it changes nothing."""
     asked = await _read(request, Asked)
-    if (await use.store.status(job_id)).terminal:
+    if (await use.store.jobs.status(job_id)).terminal:
         raise Conflict("the job has ended and waits for no votes")
     indices = [sample.index for sample in asked.samples]
     if len(set(indices)) < len(indices):
@@ -73,7 +73,7 @@ async def ask(request: Request, job_id: KnownJobId, step: int, group: int, use: 
     for index in indices:
         if await refs.find(step, group, index) is None:
             raise NotFound(f"job {job_id} has no sample {step}/{group}/{index} that waits for its scores")
-    return await use.store.ask_votes(job_id, step, group, asked)
+    return await use.store.votes.ask(job_id, step, group, asked)
 
 
 @router.get("/groups/{step}/{group}/{index}/media", response_class=Response, responses=MEDIA_RESPONSES)
@@ -81,7 +81,7 @@ async def media(job_id: KnownJobId, step: int, group: int, index: int, use: Use)
     """The picture or video, also before it has a score."""
     found = await SampleRefs(use.redis, use.blobs, job_id).find(step, group, index)
     if found is None:
-        record = await use.store.get_sample(job_id, step, group, index)
+        record = await use.store.samples.get(job_id, step, group, index)
         return await _media(use.blobs, media_ref(record), record.media_type)
     return await _media(use.blobs, found.media, found.media_type)
 
@@ -96,8 +96,8 @@ async def next_votes(
 ) -> VoteQueue:
     """Pairs for a voter. Now and then one comes again."""
     name = _voter(holder, voter)
-    waiting = _asked_within(ASKED_FOR, await use.store.waiting_groups(job_id))
-    ended = _asked_within(SHOWN_FOR, await use.store.some_complete_groups(job_id, NUM_COMPLETE))
+    waiting = _asked_within(ASKED_FOR, await use.store.votes.waiting(job_id))
+    ended = _asked_within(SHOWN_FOR, await use.store.votes.some_complete(job_id, NUM_COMPLETE))
     pairs = next_pairs(waiting, ended, name, count, random.Random()) if waiting else []
     given = sum(vote.voter == name for group in waiting for vote in counted(group.votes))
     wanted = sum(map(lacking, waiting))
@@ -109,7 +109,7 @@ async def vote(request: Request, job_id: KnownJobId, use: Use, holder: MaybeHold
     """Records a vote. The same id again counts once."""
     ballot = await _read(request, Ballot)
     named = ballot.model_copy(update={"voter": _voter(holder, ballot.voter)})
-    return await use.store.vote(job_id, named)
+    return await use.store.votes.vote(job_id, named)
 
 
 @router.get("")
@@ -121,7 +121,7 @@ async def votes(
 ) -> Page[VoteGroup]:
     """Groups with their votes, by step and group."""
     step, _, group = (cursor or "").partition("/")
-    items = await use.store.vote_groups(job_id, (int(step), int(group)) if cursor else None, limit)
+    items = await use.store.votes.groups(job_id, (int(step), int(group)) if cursor else None, limit)
     last = f"{items[-1].step}/{items[-1].group}" if len(items) == limit else None
     return Page(items=items, next_cursor=last)
 
@@ -136,9 +136,9 @@ async def preferences(job_id: KnownJobId, use: Use) -> StreamingResponse:
 @router.get("/report")
 async def show_report(job_id: KnownJobId, use: Use) -> VoteReport:
     """How far voters agree with themselves, with one another and with the job's other rewards."""
-    groups = await use.store.newest_vote_groups(job_id, MAX_REPORTED)
+    groups = await use.store.votes.newest(job_id, MAX_REPORTED)
     scores, theirs = await _scores(use, job_id, groups)
-    record = await use.store.get(job_id)
+    record = await use.store.jobs.get(job_id)
     spec, active = record.job_spec(), reward_set(record.rewards.active).rewards
     others = [part for name, part in active.items() if name not in theirs and part.service_of(name) != SCORER]
     guards = [part for part in others if part.gate is not None or weight_at(part, record.progress.step)]
@@ -148,7 +148,7 @@ async def show_report(job_id: KnownJobId, use: Use) -> VoteReport:
 async def _scores(use: Services, job_id: str, groups: Sequence[VoteGroup]) -> tuple[Scores, set[str]]:
     """Scores of the rewards other than the votes, and the names of the rewards that are the votes."""
     places = [(one.step, one.group, sample.index) for one in groups for sample in one.samples]
-    records = await use.store.find_samples(job_id, places)
+    records = await use.store.samples.find(job_id, places)
     theirs = {name for one in records for name, version in one.versions.items() if version.split()[:1] == [SCORER]}
     return {
         (one.step, one.group, one.index): {name: one.scores.get(name) for name in one.versions if name not in theirs}
@@ -158,7 +158,7 @@ async def _scores(use: Services, job_id: str, groups: Sequence[VoteGroup]) -> tu
 
 async def _preferences(use: Services, job_id: str) -> AsyncIterator[str]:
     after = None
-    while groups := await use.store.vote_groups(job_id, after, 100):
+    while groups := await use.store.votes.groups(job_id, after, 100):
         for one in groups:
             kinds = {sample.index: sample.media_type for sample in one.samples}
             for better, worse, margin in preferred(one):

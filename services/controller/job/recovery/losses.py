@@ -50,7 +50,7 @@ async def make_again(job: JobContext, command: Command, message: str = "") -> bo
         return False
     names = [f"{sample.id.step}/{sample.id.group}/{sample.id.index}" for sample in lost]
     log.warning("samples lost: %s", ", ".join(names[:10]), extra={"job": job.job_id})
-    await job.store.append_event(job.job_id, "lost", {"command": str(command), "samples": names})
+    await job.store.events.append(job.job_id, "lost", {"command": str(command), "samples": names})
     await job.emit(*(ev.Lost(step=s.id.step, group=s.id.group, index=s.id.index) for s in lost), also=also)
     return True
 

@@ -13,14 +13,14 @@ async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) ->
     a checkpoint covered them that is lost now."""
     for aside in configured.set_aside:
         data = {"step": aside.step, "path": aside.path, "reason": aside.reason}
-        await job.store.append_event(job.job_id, "checkpoint_set_aside", data, once=aside.path)
+        await job.store.events.append(job.job_id, "checkpoint_set_aside", data, once=aside.path)
     applied, version = configured.applied_steps, job.machine.state.version
     if applied >= version:
         return ev.TrainerReady(applied=applied)
-    await job.store.forget_checkpoints(job.job_id, above=applied)
+    await job.store.history.forget_checkpoints(job.job_id, above=applied)
     if await job.refs.has_request(applied):
         return ev.TrainerReady(applied=applied)
     await job.refs.release_before(ALL_STEPS)
     reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are repeated"
-    await job.store.append_event(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
+    await job.store.events.append(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
     return ev.Rewound(version=applied, samples=configured.samples)

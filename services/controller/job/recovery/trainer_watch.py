@@ -54,7 +54,7 @@ class TrainerWatch:
         log.warning("trainer hangs, replacing it: %s", reason, extra={"job": job.job_id})
         self._accuse(f"the trainer was replaced: {reason}")
         self._watched = ""
-        await job.store.append_event(job.job_id, "trainer_hung", {"reason": reason})
+        await job.store.events.append(job.job_id, "trainer_hung", {"reason": reason})
         await job.trainer.drop()
         await job.trainer.stop(at_once=True)
         await job.emit(ev.TrainerLost())

@@ -17,10 +17,10 @@ MAX_TEXT = 160
 
 async def training_card(job: JobContext) -> str:
     """Recipe, curve, before and after, prompts, rewards and guards."""
-    record = await job.store.get(job.job_id)
-    known = await job.store.validations(job.job_id)
+    record = await job.store.jobs.get(job.job_id)
+    known = await job.store.history.validations(job.job_id)
     versions = [known[0].version, known[-1].version] if known else []
-    shown = [await job.store.samples(job.job_id, purpose="validate", step=v, order="oldest", limit=MAX_PROMPTS)
+    shown = [await job.store.samples.page(job.job_id, purpose="validate", step=v, order="oldest", limit=MAX_PROMPTS)
              for v in versions]  # fmt: skip
     rewards = job.machine.rewards_at(job.machine.state.version)
     sections = [

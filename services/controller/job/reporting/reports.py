@@ -71,7 +71,7 @@ class Reports:
     ) -> None:
         """Records samples, scored or dropped, for people to look at, and offers them to the shadows."""
         rows = zip(samples, prompts, verdicts, strict=True)
-        await self._job.store.put_samples(self._job.job_id, [_sample_record(*row) for row in rows])
+        await self._job.store.samples.put(self._job.job_id, *(_sample_record(*row) for row in rows))
         await self._shadows.offer(samples, prompts, verdicts)
 
     def published(self, responses: Sequence[trainer_pb2.PublishWeightsResponse], seconds: float) -> None:
@@ -86,13 +86,13 @@ class Reports:
     async def best_before(self, version: int) -> list[int]:
         """Steps of the earlier checkpoints that stay for their held-out reward."""
         job = self._job
-        saved = {one.step for one in await job.store.checkpoints(job.job_id) if one.step < version}
-        return best_steps(saved, await job.store.validations(job.job_id), job.spec.schedule.keep_best)
+        saved = {one.step for one in await job.store.history.checkpoints(job.job_id) if one.step < version}
+        return best_steps(saved, await job.store.history.validations(job.job_id), job.spec.schedule.keep_best)
 
     async def checkpointed(self, version: int, path: str, keep: Collection[int]) -> None:
         job = self._job
         record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
-        await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last, keep=keep)
+        await job.store.history.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last, keep=keep)
 
     async def trained(self, request: trainer_pb2.TrainStepRequest, result: trainer_pb2.TrainStepResponse) -> None:
         """The row of a step, after its update and before the version counts up."""
@@ -112,13 +112,13 @@ class Reports:
             "training/samples": float(state.samples_trained + batch.num_trained),
             "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_left_out),
         }
-        await job.store.metrics_put(job.job_id, step, row)
+        await job.store.history.put_metrics(job.job_id, step, row)
         await asyncio.to_thread(self._file.append, "step", step, row)
-        await job.store.append_event(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
+        await job.store.events.append(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
         self._metrics.observe(job.job_id, row)
-        await job.store.put_trained(job.job_id, step, _trained(request, result))
+        await job.store.credits.put(job.job_id, step, _trained(request, result))
         reward = row["critic/rewards/mean"] if num_scored else None
-        await job.store.add_point(job.job_id, step, reward)
+        await job.store.lists.add_point(job.job_id, step, reward)
         await self._progress(step + 1, batch, reward)
 
     async def validated(self, version: int, parts: Sequence[ValidationPart]) -> ev.Validated:
@@ -158,12 +158,12 @@ class Reports:
         for metric, value in ((validation_limits.DISAGREEMENT, far), (validation_limits.REWARD_DROP, fallen)):
             if value is not None:
                 row[metric] = validation.values[metric] = value
-        await job.store.append_event(
+        await job.store.events.append(
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
         )
-        await job.store.add_validation(job.job_id, validation)
-        await job.store.update_progress(job.job_id, held_out_reward=reward)
-        await job.store.metrics_put(job.job_id, version, row)
+        await job.store.history.add_validation(job.job_id, validation)
+        await job.store.jobs.update_progress(job.job_id, held_out_reward=reward)
+        await job.store.history.put_metrics(job.job_id, version, row)
         await asyncio.to_thread(self._file.append, "version", version, row)
         self._metrics.observe(job.job_id, row)
         return ev.Validated(
@@ -173,7 +173,7 @@ class Reports:
     async def _comparable(self, newest: Validation) -> list[Validation]:
         """The complete validations up to the newest by the same revision of the rewards, by version; none where the
         newest is not."""
-        found = await self._job.store.validations(self._job.job_id)
+        found = await self._job.store.history.validations(self._job.job_id)
         before = [one for one in found if one.version < newest.version and one.revision == newest.revision]
         compared = validation_limits.complete([*before, newest])
         return compared if compared[-1] is newest else []
@@ -185,7 +185,7 @@ class Reports:
     async def _progress(self, done: int, batch: Batch, reward: float | None) -> None:
         job, recent = self._job, statistics.median(self._durations)
         state = job.machine.state
-        await job.store.update_progress(
+        await job.store.jobs.update_progress(
             job.job_id,
             step=done,
             reward=reward,

@@ -90,7 +90,7 @@ async def _score(
     grouped = await job.scoring.group_rewards(rewards) if is_alone else []
     for name in grouped:
         told = {"reward": name, "reason": _GROUPS_ONLY}
-        await job.store.append_event(job.job_id, "not_validated", told, once=f"not-validated-{name}")
+        await job.store.events.append(job.job_id, "not_validated", told, once=f"not-validated-{name}")
     alone = {name: part for name, part in rewards.items() if name not in grouped}
     if grouped and not any(part.has_influence for part in alone.values()):
         return [SampleScore(None, "needs_group")] * len(samples)

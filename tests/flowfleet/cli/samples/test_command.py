@@ -17,8 +17,8 @@ from flowfleet.client.client import Client
 from flowfleet.client.types import Job
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 Run = Callable[..., Result]
@@ -41,8 +41,8 @@ def job(api_url: str, redis_url: str, tmp_path: Path) -> Job:
     with Client(api_url) as client:
         job = client.submit(job_settings(tmp_path))
 
-    async def fill(store: JobStore) -> None:
-        blobs = open_blobs(store._redis)
+    async def fill(store: Store) -> None:
+        blobs = open_blobs(store.link.redis)
         for step in (3, 4):
             for index in range(GROUP):
                 ref = await blobs.put(keys.blob(job.id, "media", step, index), f"{step}/{index}".encode(), ttl_s=60)
@@ -60,7 +60,7 @@ def job(api_url: str, redis_url: str, tmp_path: Path) -> Job:
                 sample = SampleRecord(
                     step=step, group=0, index=index, prompt="a <b> sign", reward=reward, scores=scores, **media
                 )
-                await store.put_sample(job.id, sample)
+                await store.samples.put(job.id, sample)
 
     in_store(redis_url, fill)
     return job

@@ -16,8 +16,8 @@ from flowfleet.client.client import Client
 from flowfleet.data.blobs import open_blobs
 from flowfleet.local.rewards import Reward
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 FUNCTION = """
@@ -44,15 +44,15 @@ def test_files_and_a_jobs_samples_are_scored(
     with Client(api_url) as client:
         job = client.submit(settings)
 
-    async def fill(store: JobStore) -> None:
+    async def fill(store: Store) -> None:
         media = (tmp_path / "red.png").read_bytes()
         for index, (prompt, score) in enumerate([("a", 0.75), ("b", 0.25)]):
-            ref = await open_blobs(store._redis).put(keys.blob(job.id, "media", index), media, ttl_s=60)
+            ref = await open_blobs(store.link.redis).put(keys.blob(job.id, "media", index), media, ttl_s=60)
             place: dict[str, Any] = {"media_uri": ref.uri, "media_size_bytes": ref.size_bytes}
             sample = SampleRecord(
                 step=0, group=index, index=0, prompt=prompt, scores={"ocr": score}, media_sha256=ref.sha256, **place
             )
-            await store.put_sample(job.id, sample)
+            await store.samples.put(job.id, sample)
 
     in_store(redis_url, fill)
     with serving(parse_tried("mine.py:points"), 60) as address:

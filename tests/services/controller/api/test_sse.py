@@ -45,10 +45,10 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 async def ended_job(api: Api, job: Job) -> str:
     job_id = str((await api.submit(job()))["id"])
-    await api.store.set_status(job_id, "running")
+    await api.store.jobs.set_status(job_id, "running")
     for step in range(300):
-        await api.store.append_event(job_id, "phase", {"step": step, "note": "line\nbreak ✓"})
-    await api.store.set_status(job_id, "succeeded")
+        await api.store.events.append(job_id, "phase", {"step": step, "note": "line\nbreak ✓"})
+    await api.store.jobs.set_status(job_id, "succeeded")
     return job_id
 
 
@@ -60,7 +60,7 @@ async def test_the_stream_of_an_ended_job_is_whole_and_ends(api: Api, job: Job) 
     assert [e["data"]["step"] for e in events if e["type"] == "phase"] == list(range(300))
     assert [e["data"]["status"] for e in events if e["type"] == "status"] == ["queued", "running", "succeeded"]
     assert events[-1]["data"]["status"] == "succeeded"
-    assert events == [event.model_dump(mode="json") for event in await api.store.events(job_id, limit=1000)]
+    assert events == [event.model_dump(mode="json") for event in await api.store.events.read(job_id, limit=1000)]
 
 
 async def test_a_stream_goes_on_after_the_last_event_id(api: Api, job: Job) -> None:
@@ -94,9 +94,9 @@ async def test_events_arrive_while_the_job_runs(api: Api, job: Job) -> None:
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(2 * feed.REST_S)
     assert not waiting.done()
-    await api.store.append_event(job_id, "phase", {"step": 1})
+    await api.store.events.append(job_id, "phase", {"step": 1})
     assert parse(await asyncio.wait_for(waiting, 5))[0]["data"] == {"step": 1}
-    await api.store.set_status(job_id, "failed", "no disk")
+    await api.store.jobs.set_status(job_id, "failed", "no disk")
     assert [parse(text)[0]["data"]["reason"] async for text in stream] == ["no disk"]
 
 
@@ -104,7 +104,7 @@ async def test_a_silent_stream_shows_that_it_lives(api: Api, job: Job, monkeypat
     job_id = str((await api.submit(job()))["id"])
     await asyncio.sleep(2 * feed.REST_S)  # the submit's own notice is handed out
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.01)
-    last = (await api.store.events(job_id))[-1].id
+    last = (await api.store.events.read(job_id))[-1].id
     stream = sse.stream(api.services.feed, ANYONE, job_id, last)
     assert [await anext(stream) for _ in range(3)] == ["retry: 1000\n\n", ": alive\n\n", ": alive\n\n"]
 
@@ -151,7 +151,7 @@ async def test_a_page_hears_of_jobs_as_they_change(api: Api, job: Job) -> None:
     first = str((await api.submit(job(name="first")))["id"])
     row = (await heard(stream, "jobs"))["items"][0]
     assert (row["id"], row["status"], row["place"]) == (first, "queued", 0)
-    await api.store.set_status(first, "running")
+    await api.store.jobs.set_status(first, "running")
     await heard(stream, "jobs")
     second = str((await api.submit(job(name="second")))["id"])
     row = (await heard(stream, "jobs"))["items"][0]
@@ -159,18 +159,18 @@ async def test_a_page_hears_of_jobs_as_they_change(api: Api, job: Job) -> None:
     assert row["waits"] == "pool default runs one job at a time: first runs there"
     shown = (await api.client.get(f"/v1/jobs/{second}")).json()
     assert shown["reason"] == row["waits"]
-    await api.store.set_status(first, "succeeded")
+    await api.store.jobs.set_status(first, "succeeded")
     rows = {row["id"]: row for row in (await heard(stream, "jobs"))["items"]}
     assert (rows[first]["status"], rows[second]["place"]) == ("succeeded", 0)  # which did not change itself
-    await api.store.remove(first, "was deleted")
+    await api.store.removal.remove(first, "was deleted")
     assert (await heard(stream, "jobs"))["gone"] == [first]
 
 
 async def test_a_page_hears_the_events_of_its_job_and_of_the_fleet(api: Api, job: Job) -> None:
     job_id = str((await api.submit(job()))["id"])
-    stream = sse.page(api.services.feed, ANYONE, job_id, await api.store.last_event(job_id))
+    stream = sse.page(api.services.feed, ANYONE, job_id, await api.store.events.last_id(job_id))
     await heard(stream, "hello")
-    await api.store.append_event(job_id, "phase", {"step": 1})
+    await api.store.events.append(job_id, "phase", {"step": 1})
     assert (await heard(stream, "event"))["data"] == {"step": 1}
     await heard(stream, "fleet")
     api.services.runner.trouble = "Redis takes no writes"  # type: ignore[misc]
@@ -185,14 +185,14 @@ async def test_one_read_serves_all_that_are_as_far(api: Api, job: Job, monkeypat
         await anext(stream)
     waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
     await asyncio.sleep(2 * feed.REST_S)
-    reads, events = [], api.store.events
+    reads, events = [], api.store.events.read
 
     async def counted(*args: Any) -> Any:
         reads.append(args)
         return await events(*args)
 
     monkeypatch.setattr(api.store, "events", counted)
-    await api.store.append_event(job_id, "phase", {"step": 1})
+    await api.store.events.append(job_id, "phase", {"step": 1})
     texts = await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert len(set(texts)) == 1
     assert len(reads) == 1
@@ -208,7 +208,7 @@ async def test_a_page_that_reads_too_slowly_starts_over(api: Api) -> None:
 async def test_pages_read_again_after_an_outage(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = sse.page(api.services.feed, ANYONE, None, None)
     await heard(stream, "hello")
-    notices = api.store.notices
+    notices = api.store.notices.after
     monkeypatch.setattr(feed, "RETRY_S", 0.05)
 
     async def broken(after: str, wait_s: float) -> Any:
@@ -216,7 +216,7 @@ async def test_pages_read_again_after_an_outage(api: Api, monkeypatch: pytest.Mo
         raise RedisConnectionError("gone")
 
     monkeypatch.setattr(api.store, "notices", broken)
-    await api.store.append_event("any", "phase", {})
+    await api.store.events.append("any", "phase", {})
     await heard(stream, "reset")
 
 

@@ -20,7 +20,7 @@ from services.controller.job.state_machine import Machine
 from services.controller.metrics import families
 from services.controller.metrics.families import Sample
 from services.controller.metrics.monitor import Monitor, look_at_redis
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from tests.services.controller.metrics.test_totals import running
 from tests.waiting import until
 
@@ -78,7 +78,7 @@ async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redi
     redis, registry = connect(redis_url), CollectorRegistry()
     machines: dict[str, Machine] = {"a": running()}
     replica = Replica("r0", "h:1", health=Health.SERVING, job_id="a", version=0)
-    watch = Monitor(registry, redis, lambda: machines, lambda: [replica], JobStore(redis).add_seconds)
+    watch = Monitor(registry, redis, lambda: machines, lambda: [replica], Store(redis).lists.add_seconds)
     await watch.start()
     await until(lambda: value(registry, "flowfleet_redis_up") == 1)
     assert value(registry, "flowfleet_fleet_replicas", pool="default", health="serving") == 1

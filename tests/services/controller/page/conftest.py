@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store
 from tests.services.controller.page.stage import Stage, set_stage
@@ -40,7 +40,7 @@ class Site:
 T = TypeVar("T")
 
 
-def in_stage(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+def in_stage(redis_url: str, act: Callable[[Store], Awaitable[T]]) -> T:
     """`in_store` in a thread of its own: the browser's loop runs in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(in_store, redis_url, act).result()

@@ -9,7 +9,7 @@ from PIL import Image
 from flowfleet.data.blobs import open_blobs
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
+from services.controller.store.store import Store
 from services.controller.store.records import SampleRecord
 
 JOB = {"model": {"path": "m"}, "data": {"train": "p"}, "rewards": {"ocr": {}}}
@@ -53,21 +53,21 @@ JUMP = """async ([down, right]) => {
 """Milliseconds from a jump to these shares of the gallery until each cell in sight shows its picture."""
 
 
-async def fill(store: JobStore, num_jobs: int, num_prompts: int, num_versions: int) -> str:
+async def fill(store: Store, num_jobs: int, num_prompts: int, num_versions: int) -> str:
     """Adds ended jobs; the newest have curves. Returns the id of the oldest, which has the samples."""
     ids = []
     for number in range(num_jobs):
-        record, _ = await store.create(parse_job({"name": f"job-{number:03d}", **JOB}))
-        await store.set_status(record.id, "cancelled")
+        record, _ = await store.jobs.create(parse_job({"name": f"job-{number:03d}", **JOB}))
+        await store.jobs.set_status(record.id, "cancelled")
         ids.append(record.id)
     for job in ids[-NUM_CURVES:]:
         for step in range(NUM_POINTS):
-            await store.add_point(job, step, 0.1 * step)
+            await store.lists.add_point(job, step, 0.1 * step)
     await _add_samples(store, ids[0], num_prompts, num_versions)
     return ids[0]
 
 
-async def _add_samples(store: JobStore, job: str, num_prompts: int, num_versions: int) -> None:
+async def _add_samples(store: Store, job: str, num_prompts: int, num_versions: int) -> None:
     """Each prompt has one picture, which all its versions share. Each sample's picture has its own URL."""
     blobs = open_blobs(store._redis)
     names = [keys.blob(job, "media", group) for group in range(num_prompts)]
@@ -87,8 +87,8 @@ async def _add_samples(store: JobStore, job: str, num_prompts: int, num_versions
             )
             for group, ref in enumerate(refs)
         )
-        await store.put_samples(job, samples)
-        await store.metrics_put(job, version, {"val/reward": 0.5})
+        await store.samples.put(job, samples)
+        await store.history.put_metrics(job, version, {"val/reward": 0.5})
 
 
 def picture() -> bytes:

@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw, ImageFilter
 from flowfleet.data.blobs import open_blobs
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord, Validation
+from services.controller.store.store import Store
 
 STEPS = 12
 HACKED_FROM = 4
@@ -74,26 +74,26 @@ def words_of(prompt: int) -> str:
     return f'A {list(COLORS)[prompt % len(COLORS)]} sign that says "{WORDS[prompt % len(WORDS)]}"'
 
 
-async def set_stage(store: JobStore, directory: Path) -> Stage:
+async def set_stage(store: Store, directory: Path) -> Stage:
     guarded_rewards = {"jpeg_compressibility": {"weight": 1.0}, "ocr": {"weight": 2.0}}
     parts: dict[str, Any] = {"schedule": {"steps": STEPS, "validate_every": 4}}
     hacked = await run_job(store, settings(directory, "signs-small-files", **parts), is_hacked=True)
     second = {"rewards": guarded_rewards, "rollout": {"pool": "second"}}
     guarded = await run_job(store, settings(directory, "signs-guarded", **second, **parts), is_hacked=False)
     queued = await create(store, settings(directory, "signs-longer", schedule={"steps": 60}))
-    await store.update_progress(hacked, phase="score", step=STEPS - 1)
+    await store.jobs.update_progress(hacked, phase="score", step=STEPS - 1)
     return Stage(hacked, guarded, queued)
 
 
-async def create(store: JobStore, spec: JobSpec) -> str:
-    return (await store.create(spec))[0].id
+async def create(store: Store, spec: JobSpec) -> str:
+    return (await store.jobs.create(spec))[0].id
 
 
-async def run_job(store: JobStore, spec: JobSpec, *, is_hacked: bool) -> str:
+async def run_job(store: Store, spec: JobSpec, *, is_hacked: bool) -> str:
     """A job that runs and has done all steps but one."""
     job_id = await create(store, spec)
-    await store.set_status(job_id, "starting")
-    await store.set_status(job_id, "running")
+    await store.jobs.set_status(job_id, "starting")
+    await store.jobs.set_status(job_id, "running")
     await _history(store, job_id, is_hacked)
     return job_id
 
@@ -102,23 +102,23 @@ def fade_at(step: int, is_hacked: bool) -> float:
     return min(1.0, max(0.0, (step - HACKED_FROM + 1) / 5)) if is_hacked else 0.0
 
 
-async def _history(store: JobStore, job_id: str, is_hacked: bool) -> None:
+async def _history(store: Store, job_id: str, is_hacked: bool) -> None:
     for step in range(STEPS - 1):
         await add_step(store, job_id, step, fade_at(step, is_hacked))
         if step % 4 == 0:
             await add_validation(store, job_id, step, fade_at(step, is_hacked), range(len(WORDS)))
     row: dict[str, Any] = {"step": STEPS - 1, "reward": -1.0 if is_hacked else -1.9, "held_out_reward": -1.1}
-    await store.update_progress(job_id, **row, images_per_second=3.2, eta_s=95.0, policy_version=STEPS - 1)
+    await store.jobs.update_progress(job_id, **row, images_per_second=3.2, eta_s=95.0, policy_version=STEPS - 1)
 
 
-async def add_step(store: JobStore, job_id: str, step: int, fade: float) -> None:
+async def add_step(store: Store, job_id: str, step: int, fade: float) -> None:
     """A step's samples, its row of metrics and its point of the curve."""
     samples = [(group, index) for group in range(GROUPS) for index in range(GROUP)]
     await add_samples(store, job_id, step, "train", samples, fade)
     wave = math.sin(step * 1.7)
     rewards = {"jpeg_compressibility": -2.0 + fade + 0.03 * wave, "ocr": 0.85 - 0.8 * fade + 0.02 * wave}
-    await store.add_point(job_id, step, rewards["jpeg_compressibility"])
-    await store.metrics_put(
+    await store.lists.add_point(job_id, step, rewards["jpeg_compressibility"])
+    await store.history.put_metrics(
         job_id,
         step,
         {
@@ -142,7 +142,7 @@ async def add_step(store: JobStore, job_id: str, step: int, fade: float) -> None
     )
 
 
-async def add_validation(store: JobStore, job_id: str, version: int, fade: float, prompts: Iterable[int]) -> None:
+async def add_validation(store: Store, job_id: str, version: int, fade: float, prompts: Iterable[int]) -> None:
     await add_samples(store, job_id, version, "validate", [(prompt, 0) for prompt in prompts], fade)
     values = {
         "val/reward": -2.0 + fade,
@@ -150,15 +150,17 @@ async def add_validation(store: JobStore, job_id: str, version: int, fade: float
         "val/edge_density": 0.2 - 0.15 * fade,
         "val/colour_entropy": 2.4 - 0.9 * fade,
     }
-    await store.add_validation(job_id, Validation(version=version, reward=values["val/reward"], values=dict(values)))
-    await store.metrics_put(job_id, version, values)
+    await store.history.add_validation(
+        job_id, Validation(version=version, reward=values["val/reward"], values=dict(values))
+    )
+    await store.history.put_metrics(job_id, version, values)
 
 
 async def add_samples(
-    store: JobStore, job_id: str, step: int, purpose: Any, places: Iterable[tuple[int, int]], fade: float
+    store: Store, job_id: str, step: int, purpose: Any, places: Iterable[tuple[int, int]], fade: float
 ) -> None:
     """Samples with pictures that fade."""
-    blobs = open_blobs(store._redis)
+    blobs = open_blobs(store.link.redis)
     records = []
     for group, index in places:
         picture = sign(group, fade, 31 * group + index)
@@ -185,4 +187,4 @@ async def add_samples(
                 media_sha256=ref.sha256,
             )
         )
-    await store.put_samples(job_id, records)
+    await store.samples.put(job_id, *records)

@@ -10,8 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
 from tests.services.controller.page.stage import HACKED_FROM, create, run_job, seed_of, settings
 
@@ -65,7 +65,9 @@ def test_what_changes_is_seen_without_a_reload(visit: Visit, site: Site) -> None
     page = visit("jobs")
     row = row_of(page, "signs-longer")
     expect(page.locator(".live")).to_contain_text("Live")
-    in_stage(site.redis_url, lambda store: store.update_progress(site.stage.queued, phase="validate", reward=0.4321))
+    in_stage(
+        site.redis_url, lambda store: store.jobs.update_progress(site.stage.queued, phase="validate", reward=0.4321)
+    )
     expect(row).to_contain_text("0.4321")
 
 
@@ -84,7 +86,9 @@ def test_a_hidden_tab_leaves_its_connection_to_others_and_catches_up(visit: Visi
     page.evaluate(SEEN, True)
     page.clock.run_for(6000)
     expect(state).to_have_attribute("data-state", "closed")
-    in_stage(site.redis_url, lambda store: store.update_progress(site.stage.queued, phase="validate", reward=0.2345))
+    in_stage(
+        site.redis_url, lambda store: store.jobs.update_progress(site.stage.queued, phase="validate", reward=0.2345)
+    )
     page.clock.resume()
     page.evaluate(SEEN, False)
     expect(state).to_have_attribute("data-state", "open")
@@ -176,11 +180,11 @@ def test_who_may_only_look_has_no_buttons(visit: Visit, site: Site) -> None:
 
 
 def test_hostile_text_stays_text(visit: Visit, site: Site, tmp_path: Path) -> None:
-    async def fill(store: JobStore) -> str:
+    async def fill(store: Store) -> str:
         job = await create(store, settings(tmp_path, "hostile"))
-        await store.set_status(job, "failed", HOSTILE)
+        await store.jobs.set_status(job, "failed", HOSTILE)
         scores: dict[str, float | None] = {"ocr": 0.5, HOSTILE: 0.5}
-        await store.put_sample(
+        await store.samples.put(
             job, SampleRecord(step=0, group=0, index=0, prompt=HOSTILE, scores=scores, media_type="text/odd")
         )
         return job

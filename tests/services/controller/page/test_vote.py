@@ -14,8 +14,8 @@ from playwright.sync_api import Page, expect
 from flowfleet.data.blobs import open_blobs
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
-from services.controller.store.jobs import JobStore
 from services.controller.store.sample_refs import SampleRefs
+from services.controller.store.store import Store
 from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
 from tests.services.controller.page.stage import create, settings, sign
 from tests.waiting import wait_until
@@ -24,10 +24,10 @@ SIZE, GROUPS = 3, 4
 PROMPT = 'A <b>red</b> sign that says "K7QX"'
 
 
-async def paint(store: JobStore, job_id: str) -> None:
+async def paint(store: Store, job_id: str) -> None:
     """Groups of samples without scores, as a job that waits for votes has them."""
-    blobs = open_blobs(store._redis, "redis")
-    refs, samples = SampleRefs(store._redis, blobs, job_id), []
+    blobs = open_blobs(store.link.redis, "redis")
+    refs, samples = SampleRefs(store.link.redis, blobs, job_id), []
     for group in range(GROUPS):
         for index in range(SIZE):
             sample = common_pb2.Sample(media_type="image/png")
@@ -35,7 +35,7 @@ async def paint(store: JobStore, job_id: str) -> None:
             name = keys.blob(job_id, "media", 0, group, index)
             sample.media.CopyFrom(await blobs.put(name, sign(group, index / SIZE, 7 * group + index)))
             samples.append(sample)
-    async with store._redis.pipeline(transaction=True) as pipe:
+    async with store.link.redis.pipeline(transaction=True) as pipe:
         await refs.put(samples, pipe)
         await pipe.execute()
 
@@ -45,7 +45,7 @@ def waiting(site: Site, tmp_path: Any) -> str:
     """A job whose groups wait for three votes each."""
     spec = settings(tmp_path, "signs-by-votes", rewards={"human": {}})
 
-    async def act(store: JobStore) -> str:
+    async def act(store: Store) -> str:
         job_id = await create(store, spec)
         await paint(store, job_id)
         return job_id

@@ -30,10 +30,10 @@ from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.records import SampleRecord
 from services.controller.store.removal import EndedJob
+from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio
 GIB = 2**30
@@ -115,8 +115,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(redis: Any, clock: Clock) -> JobStore:
-    return JobStore(redis, clock)
+def store(redis: Any, clock: Clock) -> Store:
+    return Store(redis, clock)
 
 
 @pytest.fixture
@@ -128,18 +128,18 @@ def spec() -> JobSpec:
     return parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
 
 
-async def history(store: JobStore, blobs: BlobStore, rows: int = 3, key: str | None = None) -> str:
+async def history(store: Store, blobs: BlobStore, rows: int = 3, key: str | None = None) -> str:
     """A job that has begun and left something of each kind."""
-    job_id = (await store.create(spec(), key))[0].id
-    await store.set_status(job_id, JobStatus.RUNNING)
+    job_id = (await store.jobs.create(spec(), key))[0].id
+    await store.jobs.set_status(job_id, JobStatus.RUNNING)
     for step in range(rows):
-        await store.append_event(job_id, "phase", {"step": step}, once=f"phase/{step}")
-        await store.metrics_put(job_id, step, {"actor/loss": 0.5})
+        await store.events.append(job_id, "phase", {"step": step}, once=f"phase/{step}")
+        await store.history.put_metrics(job_id, step, {"actor/loss": 0.5})
         ref = await blobs.put(keys.blob(job_id, "media", step), f"picture {step}".encode(), ttl_s=1000)
         media: dict[str, Any] = {
             "media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256,
         }  # fmt: skip
-        await store.put_sample(job_id, SampleRecord(step=step, group=0, index=0, prompt="p", reward=step, **media))
+        await store.samples.put(job_id, SampleRecord(step=step, group=0, index=0, prompt="p", reward=step, **media))
     return job_id
 
 
@@ -153,27 +153,27 @@ async def all_keys(redis: Any) -> set[bytes]:
 
 
 async def test_a_deleted_job_leaves_nothing_but_its_tombstone(
-    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock
 ) -> None:
     before = await all_keys(redis)
     job_id = await history(store, blobs, key="key")
     with pytest.raises(Conflict, match="cancel it, wait until it has ended, then delete it"):
-        await store.request(job_id, "delete")
-    await store.set_status(job_id, JobStatus.CANCELLED)
-    assert (await store.request(job_id, "delete")).desired == Desired.DELETED
+        await store.jobs.request(job_id, "delete")
+    await store.jobs.set_status(job_id, JobStatus.CANCELLED)
+    assert (await store.jobs.request(job_id, "delete")).desired == Desired.DELETED
     keeper = Keeper(store, blobs, Keep(), clock=clock)
     await keeper.look()
     left = await all_keys(redis) - before
     fleet = (keys.idempotency("key"), keys.tombstone(job_id), keys.leftovers(), keys.notices())
     assert left == {name.encode() for name in fleet}
     assert 0 < await redis.pttl(keys.tombstone(job_id)) <= await redis.pttl(keys.idempotency("key")) + 1000
-    for ask in (store.get, store.status):
+    for ask in (store.jobs.get, store.jobs.status):
         with pytest.raises(Gone, match=f"job {job_id} was deleted"):
             await ask(job_id)
-    for submit in (store.create, store.find_submitted):
+    for submit in (store.jobs.create, store.jobs.find_submitted):
         with pytest.raises(Conflict, match=f"{job_id}, which was deleted: use a new key"):
             await submit(spec(), "key")
-    assert await store.jobs() == ([], None)
+    assert await store.lists.page() == ([], None)
 
     late = keys.job_key(job_id, "blob", "late")
     await redis.set(late, b"from a replica that was slow")
@@ -183,70 +183,70 @@ async def test_a_deleted_job_leaves_nothing_but_its_tombstone(
     assert not await redis.exists(keys.leftovers())
 
 
-async def test_running_jobs_are_never_touched(store: JobStore, blobs: BlobStore, redis: Any, clock: Clock) -> None:
+async def test_running_jobs_are_never_touched(store: Store, blobs: BlobStore, redis: Any, clock: Clock) -> None:
     running = await history(store, blobs)
     before = await all_keys(redis)
     old = await history(store, blobs)
-    await store.set_status(old, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(old, JobStatus.SUCCEEDED)
     clock.now += 1000 * DAY_S
     keep = Keep(jobs=0, days=0, gib=0)
     await Keeper(store, blobs, keep, clock=clock).look()
     assert before <= await all_keys(redis)
-    assert (len(await store.events(running)), len(await store.metrics(running))) == (5, 3)
+    assert (len(await store.events.read(running)), len(await store.history.metrics(running))) == (5, 3)
     with pytest.raises(NotFound):
-        await store.get(old)
+        await store.jobs.get(old)
 
 
 async def test_a_stream_that_resumes_after_a_removed_event_gets_a_gap(
-    store: JobStore, blobs: BlobStore, redis: Any
+    store: Store, blobs: BlobStore, redis: Any
 ) -> None:
     job_id = await history(store, blobs)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
-    first = (await store.events(job_id))[1].id
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    first = (await store.events.read(job_id))[1].id
     await redis.xtrim(keys.events(job_id), maxlen=3, approximate=False)
-    events = await store.events(job_id)
-    gap, *rest = await store.events(job_id, first)
+    events = await store.events.read(job_id)
+    gap, *rest = await store.events.read(job_id, first)
     assert (gap.type, gap.data["after"], gap.data["before"]) == ("gap", first, events[0].id)
     assert "no longer kept" in gap.data["reason"]
     assert rest == events
-    assert await store.events(job_id, gap.id) == events
-    assert await store.events(job_id, first, 1) == [gap]
-    assert await store.events(job_id, events[0].id) == events[1:]
+    assert await store.events.read(job_id, gap.id) == events
+    assert await store.events.read(job_id, first, 1) == [gap]
+    assert await store.events.read(job_id, events[0].id) == events[1:]
 
 
-async def test_an_id_of_before_the_first_event_is_no_gap(store: JobStore) -> None:
-    job_id = (await store.create(spec()))[0].id
-    assert [event.type for event in await store.events(job_id, "0-0")] == ["status"]
+async def test_an_id_of_before_the_first_event_is_no_gap(store: Store) -> None:
+    job_id = (await store.jobs.create(spec()))[0].id
+    assert [event.type for event in await store.events.read(job_id, "0-0")] == ["status"]
 
 
 async def test_what_a_failed_job_only_needed_while_it_ran_goes(
-    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock
 ) -> None:
     job_id = await history(store, blobs)
     working = [keys.job_key(job_id, part) for part in ("state", "ledger", "held")]
     working += [keys.job_key(job_id, part, step) for part in ("refs", "train") for step in (0, 7)]
     for name in (*working, keys.trajectories(job_id), keys.dead_trajectories(job_id)):
         await redis.set(name, b"x")
-    await store.set_status(job_id, JobStatus.FAILED, "controller error")
+    await store.jobs.set_status(job_id, JobStatus.FAILED, "controller error")
     await Keeper(store, blobs, Keep(), clock=clock).look()
     assert not await redis.exists(*working, keys.trajectories(job_id))
     assert await redis.exists(keys.dead_trajectories(job_id))
-    assert len(await store.metrics(job_id)) == 3
+    assert len(await store.history.metrics(job_id)) == 3
 
 
 async def test_an_ended_job_is_archived_before_it_goes(
-    store: JobStore, blobs: BlobStore, clock: Clock, tmp_path: Path
+    store: Store, blobs: BlobStore, clock: Clock, tmp_path: Path
 ) -> None:
     job_id = await history(store, blobs, key="key")
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
-    events, metrics = await store.events(job_id), await store.metrics(job_id)
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    events, metrics = await store.events.read(job_id), await store.history.metrics(job_id)
     file = tmp_path / "file"
     file.write_text("not a folder")
     registry = CollectorRegistry()
     failing = Keeper(store, blobs, Keep(jobs=0), Archive(f"{file}/archive"), registry=registry, clock=clock)
     for looks in (1, 2):
         await failing.look()
-        assert (await store.get(job_id)).status == JobStatus.SUCCEEDED  # it waits for its archive
+        assert (await store.jobs.get(job_id)).status == JobStatus.SUCCEEDED  # it waits for its archive
         assert registry.get_sample_value("flowfleet_controller_archive_failures_total") == looks
 
     archive = Archive(f"file://{tmp_path}/archive")
@@ -254,7 +254,7 @@ async def test_an_ended_job_is_archived_before_it_goes(
         archive.job(job_id)
     await Keeper(store, blobs, Keep(jobs=0), archive, clock=clock).look()
     with pytest.raises(Gone, match=f"its archive is {archive.folder(job_id)}"):
-        await store.get(job_id)
+        await store.jobs.get(job_id)
     assert [job.id for job in archive.jobs()] == [job_id]
     assert archive.job(job_id).archive == archive.folder(job_id)
     assert [event.id for event in archive.events(job_id)] == [event.id for event in events]
@@ -266,54 +266,54 @@ async def test_an_ended_job_is_archived_before_it_goes(
     assert (counts["events"], counts["metrics"], counts["samples"], counts["media"]) == (6, 3, 3, 3)
 
 
-async def test_ended_jobs_go_before_they_fill_a_small_redis(store: JobStore, blobs: BlobStore, clock: Clock) -> None:
+async def test_ended_jobs_go_before_they_fill_a_small_redis(store: Store, blobs: BlobStore, clock: Clock) -> None:
     """The default of 16 GiB is more than many a Redis has: the half of what submits may fill counts."""
     first, second = [await history(store, blobs) for _ in range(2)]
     for job_id in (first, second):
         clock.now += 1
-        await store.set_status(job_id, JobStatus.SUCCEEDED)
-    size = await store.history_bytes(first)
+        await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    size = await store.removal.history_bytes(first)
     redis = AsyncMock()
     redis.info.return_value = {"used_memory": 0, "maxmemory": int(1.5 * size / 0.4)}
     await Keeper(store, blobs, Keep(), memory=Memory(redis, Keep()), clock=clock).look()
     with pytest.raises(NotFound):
-        await store.get(first)
-    assert (await store.get(second)).status == JobStatus.SUCCEEDED
+        await store.jobs.get(first)
+    assert (await store.jobs.get(second)).status == JobStatus.SUCCEEDED
     assert Keep(gib=1).within(100 * GIB).gib == 1
 
 
 async def test_votes_count_as_history_and_go_with_their_job(
-    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock
 ) -> None:
     job_id = await history(store, blobs)
-    before = await store.history_bytes(job_id)
+    before = await store.removal.history_bytes(job_id)
     for group in range(50):
         asked = Asked(prompt="a sign", samples=[VoteSample(index=0), VoteSample(index=1)], wanted=1 + group % 2)
-        await store.ask_votes(job_id, 0, group, asked)
-        await store.vote(
+        await store.votes.ask(job_id, 0, group, asked)
+        await store.votes.vote(
             job_id, Ballot(step=0, group=group, left=0, right=1, choice="tie", id=f"{group:08}", voter="ann")
         )
     names = [name async for name in redis.scan_iter(match=keys.job_key(job_id, "votes") + "*")]
     assert len(names) == 2 + 50  # groups that wait, those that are complete, and the votes of each
     taken = sum([await redis.memory_usage(name, samples=0) for name in names])
-    assert await store.history_bytes(job_id) - before == pytest.approx(taken, rel=0.1)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    assert await store.removal.history_bytes(job_id) - before == pytest.approx(taken, rel=0.1)
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     await Keeper(store, blobs, Keep(jobs=0), clock=clock).look()
     assert not await redis.exists(*names)
 
 
 async def test_pictures_in_a_store_of_before_stop_nothing(
-    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path
 ) -> None:
     """An operator moved the blobs out of Redis: what old jobs name there is not this store's."""
     job_id = await history(store, blobs)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     moved = open_blobs(redis, f"file://{tmp_path}/blobs")
     archive = Archive(f"file://{tmp_path}/archive")
     await Keeper(store, moved, Keep(jobs=0), archive, blobs_in_redis=False, clock=clock).look()
     assert len(list(archive.samples(job_id))) == 3
     with pytest.raises(NotFound):
-        await store.get(job_id)
+        await store.jobs.get(job_id)
 
 
 class PoisonedArchive(Archive):
@@ -328,27 +328,27 @@ class PoisonedArchive(Archive):
 
 
 async def test_a_job_that_cannot_be_archived_stops_no_other(
-    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     archive = PoisonedArchive(f"file://{tmp_path}/archive")
     archive.poison = stuck = await history(store, blobs)
-    await store.set_status(stuck, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(stuck, JobStatus.SUCCEEDED)
     clock.now += 1
     other = await history(store, blobs)
-    await store.set_status(other, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(other, JobStatus.SUCCEEDED)
     await redis.set(keys.job_key(stuck, "ledger"), b"x")
     await Keeper(store, blobs, Keep(jobs=0), archive, clock=clock).look()
     assert "RuntimeError: NoCredentials" in caplog.text
-    assert (await store.get(stuck)).status == JobStatus.SUCCEEDED
+    assert (await store.jobs.get(stuck)).status == JobStatus.SUCCEEDED
     assert [job.id for job in archive.jobs()] == [other]
     with pytest.raises(NotFound):
-        await store.get(other)
+        await store.jobs.get(other)
     assert not await redis.exists(keys.job_key(stuck, "ledger"))
 
 
-async def test_only_the_leader_removes(store: JobStore, blobs: BlobStore, redis: Any, clock: Clock) -> None:
+async def test_only_the_leader_removes(store: Store, blobs: BlobStore, redis: Any, clock: Clock) -> None:
     job_id = await history(store, blobs)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     await redis.set(keys.leader_term(), b"of another")
     before = await all_keys(redis)
     clock.now += DAY_S
@@ -357,25 +357,25 @@ async def test_only_the_leader_removes(store: JobStore, blobs: BlobStore, redis:
     assert await all_keys(redis) == before
 
 
-async def test_a_controller_that_dies_in_between_is_continued(store: JobStore, blobs: BlobStore, redis: Any) -> None:
+async def test_a_controller_that_dies_in_between_is_continued(store: Store, blobs: BlobStore, redis: Any) -> None:
     before = await all_keys(redis)
     job_id = await history(store, blobs)
-    await store.set_status(job_id, JobStatus.SUCCEEDED)
-    await store.remove(job_id, "was deleted")  # and nothing after that
+    await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    await store.removal.remove(job_id, "was deleted")  # and nothing after that
     await Keeper(store, blobs, Keep()).look()
     assert await all_keys(redis) - before == {keys.leftovers().encode(), keys.notices().encode()}
 
 
 async def test_what_only_a_running_job_needs_goes_from_a_store_of_files(
-    store: JobStore, clock: Clock, tmp_path: Path
+    store: Store, clock: Clock, tmp_path: Path
 ) -> None:
     """Each kind of blob by the name under which rollouts, trainer and controller write it."""
-    job_id = (await store.create(spec(), None))[0].id
-    await store.set_status(job_id, JobStatus.RUNNING)
+    job_id = (await store.jobs.create(spec(), None))[0].id
+    await store.jobs.set_status(job_id, JobStatus.RUNNING)
     files = open_blobs(connect("redis://127.0.0.1:1"), f"file://{tmp_path}/blobs", CollectorRegistry())
     working = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
     refs = {kind: await files.put(keys.blob(job_id, kind, 0), b"data") for kind in (*working, "media", "given")}
-    await store.set_status(job_id, JobStatus.FAILED)
+    await store.jobs.set_status(job_id, JobStatus.FAILED)
     await Keeper(store, files, Keep(), clock=clock, blobs_in_redis=False).look()
     for kind in working:
         with pytest.raises(NotFound):

@@ -20,8 +20,8 @@ from flowfleet.redis.client import connect
 from services.controller.fleet.directory import StaticDirectory
 from services.controller.scaling.demand import Demand, DemandHash
 from services.controller.scaling.keda import Scaler, serve_scaler
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease
+from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
@@ -35,7 +35,7 @@ class Keda:
 
     stub: externalscaler_pb2_grpc.ExternalScalerAsyncStub
     redis: Any
-    store: JobStore
+    store: Store
     lease: Lease
     scaler: Scaler
     hash: DemandHash = field(init=False)
@@ -73,7 +73,7 @@ def reference(component: str = "rollout", name: str = "default") -> pb.ScaledObj
 async def keda(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keda]:
     monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", "the fleet's, which KEDA does not have")
     redis = connect(redis_url)
-    store, lease = JobStore(redis), Lease(redis)
+    store, lease = Store(redis), Lease(redis)
     await lease._take()
     scaler = Scaler(redis, store, Known({"ocr": "127.0.0.1:1"}, ["default", "wide"]), stream_s=60.0)
     async with serve_scaler(scaler, "127.0.0.1", 0) as address, grpc.aio.insecure_channel(address) as channel:
@@ -92,7 +92,7 @@ async def test_it_tells_what_the_leader_wants(keda: Keda) -> None:
 
 async def test_without_a_leader_what_it_wanted_stays_and_admitted_jobs_count(keda: Keda) -> None:
     assert await keda.asked() == (False, 0)  # an empty Redis
-    job, _ = await keda.store.create(SPEC)
+    job, _ = await keda.store.jobs.create(SPEC)
     assert await keda.asked() == (True, 1)  # no leader has written yet
     await keda.write(0)
     assert await keda.asked() == (False, 0)  # it knows better
@@ -104,7 +104,7 @@ async def test_without_a_leader_what_it_wanted_stays_and_admitted_jobs_count(ked
     assert await keda.asked("reward", "ocr") == (True, 1)
     await keda.redis.delete(keys.demand())
     assert await keda.asked() == (True, 1)
-    await keda.store.set_status(job.id, JobStatus.SUCCEEDED)
+    await keda.store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
     assert await keda.asked() == (False, 0)
 
 

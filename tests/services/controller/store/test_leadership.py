@@ -24,8 +24,8 @@ from services.controller.job.ledger import Ledger
 from services.controller.job.state import State
 from services.controller.scheduler import FencedLauncher
 from services.controller.store import leadership
-from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
+from services.controller.store.store import Store
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -113,7 +113,7 @@ async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_not
     first = contender()
     await first.leads()
     second = contender()
-    job, _ = await JobStore(redis).create(SPEC)
+    job, _ = await Store(redis).jobs.create(SPEC)
     ledger, launched = Ledger(redis, first.lease, job.id), Launched()
     await ledger.append([ev.PauseRequested()])
     first.suspend(monkeypatch)
@@ -128,7 +128,7 @@ async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_not
     writes: list[Callable[[], Awaitable[Any]]] = [
         lambda: ledger.append([ev.CancelRequested()], also),
         lambda: ledger.snapshot(State()),
-        lambda: JobStore(redis).fenced_by(first.lease).set_status(job.id, JobStatus.FAILED),
+        lambda: Store(redis).fenced_by(first.lease).jobs.set_status(job.id, JobStatus.FAILED),
         lambda: FencedLauncher(launched, first.lease).ensure(job.id, SPEC),
         lambda: FencedLauncher(launched, first.lease).stop(job.id),
     ]
@@ -137,7 +137,7 @@ async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_not
             await write()
     restored = await Ledger(redis, second.lease, job.id).restore(SPEC)
     assert (str(restored.state.status), await redis.exists("elsewhere"), launched.calls) == ("paused", 0, [])
-    assert (await JobStore(redis).get(job.id)).status is JobStatus.QUEUED
+    assert (await Store(redis).jobs.get(job.id)).status is JobStatus.QUEUED
 
 
 async def test_another_that_takes_over_within_a_transaction_undoes_it(

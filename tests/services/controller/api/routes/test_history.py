@@ -25,11 +25,13 @@ async def test_the_trace_of_a_sample(api: Api, job: Job) -> None:
         for i in (0, 1)
     ]
     lost = SampleRecord(step=3, group=1, index=2, prompt="p", drop_reason="gated", gated_by="safe")
-    await api.store.put_samples(job_id, [*records, lost, SampleRecord(step=3, group=2, index=0, prompt="q")])
+    await api.store.samples.put(job_id, *records, lost, SampleRecord(step=3, group=2, index=0, prompt="q"))
     assert (await api.client.get(f"{url}/3/1/0")).json()["trained_as"] is None  # not yet
-    await api.store.put_trained(job_id, 3, [Trained(1, 0, -0.5, 0.75), Trained(1, 1, 0.5, None)])
+    await api.store.credits.put(job_id, 3, [Trained(1, 0, -0.5, 0.75), Trained(1, 1, 0.5, None)])
     for steps in (2, 3, 6, 8):
-        await api.store.add_checkpoint(job_id, Checkpoint(step=steps, path=f"c{steps}", created_at=datetime.now(UTC)))
+        await api.store.history.add_checkpoint(
+            job_id, Checkpoint(step=steps, path=f"c{steps}", created_at=datetime.now(UTC))
+        )
     trace = (await api.client.get(f"{url}/3/1/0")).json()
     assert (trace["advantage"], trace["ratio"], trace["trained_as"]) == (-0.5, 0.75, 4)
     assert trace["checkpoint"]["step"] == 6  # the steps before the fourth are all that 3 covers
@@ -50,9 +52,9 @@ async def test_samples_by_groups_and_by_one_reward(api: Api, job: Job) -> None:
     job_id = str((await api.submit(job()))["id"])
     url = f"/v1/jobs/{job_id}/samples"
     places = [(group, index) for group in range(4) for index in range(3)]
-    await api.store.put_samples(
+    await api.store.samples.put(
         job_id,
-        [SampleRecord(step=0, group=g, index=i, prompt="p", reward=1.0, scores={"ocr": g - i}) for g, i in places],
+        *(SampleRecord(step=0, group=g, index=i, prompt="p", reward=1.0, scores={"ocr": g - i}) for g, i in places),
     )
 
     async def asked(**params: Any) -> list[tuple[int, int]]:
@@ -73,6 +75,8 @@ async def test_samples_by_groups_and_by_one_reward(api: Api, job: Job) -> None:
 async def test_validations_ascend(api: Api, job: Job) -> None:
     job_id = str((await api.submit(job()))["id"])
     for version in (4, 0):
-        await api.store.add_validation(job_id, Validation(version=version, reward=0.5, values={"val/reward": 0.5}))
+        await api.store.history.add_validation(
+            job_id, Validation(version=version, reward=0.5, values={"val/reward": 0.5})
+        )
     found = (await api.client.get(f"/v1/jobs/{job_id}/validations")).json()["items"]
     assert [one["version"] for one in found] == [0, 4]

@@ -47,9 +47,9 @@ async def test_steps_are_asked_for_and_what_cannot_be_is_said(api: Api, job: Any
     record = await api.submit(job())
     early = await api.client.post(f"/v1/jobs/{record['id']}/finish")
     assert (early.status_code, "cancel it" in early.json()["detail"]) == (409, True)
-    await api.store.update_progress(record["id"], step=3)
+    await api.store.jobs.update_progress(record["id"], step=3)
     assert (await api.client.post(f"/v1/jobs/{record['id']}/finish")).status_code == 202
     past = await api.client.post(f"/v1/jobs/{record['id']}/extend", params={"steps": 3})
     assert (past.status_code, "has done 3 steps" in past.json()["detail"]) == (409, True)
-    asked = [event.data for event in await api.store.events(record["id"]) if event.type == "request"]
+    asked = [event.data for event in await api.store.events.read(record["id"]) if event.type == "request"]
     assert asked == [{"action": "finish"}]

@@ -24,7 +24,7 @@ from services.controller.rewards.comparison import GroupScores, compare
 from services.controller.rewards.trials import refusals
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, reward_set
-from services.controller.store.rewards import SHADOW_TTL_S
+from services.controller.store.shadows import SHADOW_TTL_S
 from tests.services.controller.conftest import Api, serve
 
 pytestmark = pytest.mark.anyio
@@ -91,11 +91,11 @@ async def patch(api: Api, job_id: str, revision: int, **change: Any) -> httpx.Re
 
 async def take_up(api: Api, job_id: str, from_step: int) -> None:
     """What the job's driver does."""
-    pending = await api.store.pending_rewards(job_id)
+    pending = await api.store.rewards.pending(job_id)
     assert pending is not None
     for _ in range(2):  # it died before it knew, and does it again
         async with api.services.redis.pipeline(transaction=True) as pipe:
-            await api.store.apply_rewards(job_id, pending.model_copy(update={"from_step": from_step}), pipe)
+            await api.store.rewards.apply(job_id, pending.model_copy(update={"from_step": from_step}), pipe)
             await pipe.execute()
 
 
@@ -111,11 +111,11 @@ async def test_a_shadow_is_added_compared_and_promoted(api: Api, job: MakeJob) -
     again = await patch(api, job_id, 0, shadow={"ocr2": {"for": "ocr", "service": "v2", "params": {"score": "soft"}}})
     assert (again.status_code, again.json()["revision"]) == (202, 1)  # its answer was lost: done once
     await take_up(api, job_id, 3)
-    active = reward_set((await api.store.get(job_id)).rewards.active)
+    active = reward_set((await api.store.jobs.get(job_id)).rewards.active)
     pair = pair_of("ocr2", active.shadows["ocr2"], "ocr", active.rewards["ocr"])
     rows = [GroupScores(step=3, group=g, active=[0.0, 1.0], shadow=[0.1, 0.2]) for g in (0, 1, 1)]
-    await api.store.add_shadow_scores(job_id, pair, "train", rows)
-    await api.store.count_shadow(job_id, pair, {"scored": 4, "failed": 1})
+    await api.store.shadows.add(job_id, pair, "train", rows)
+    await api.store.shadows.count(job_id, pair, {"scored": 4, "failed": 1})
 
     seen = (await api.client.get(f"/v1/jobs/{job_id}/rewards")).json()
     compared = seen["comparison"]["ocr2"]
@@ -131,7 +131,7 @@ async def test_a_shadow_is_added_compared_and_promoted(api: Api, job: MakeJob) -
     assert (seen["active"]["shadows"], seen["comparison"]) == ({}, {})
     assert [(r["number"], r["from_step"]) for r in seen["history"]] == [(0, 0), (1, 3), (2, 5)]
     assert seen["history"][2]["changes"] == ["promote ocr2"]
-    events = [event for event in await api.store.events(job_id) if event.type == "rewards"]
+    events = [event for event in await api.store.events.read(job_id) if event.type == "rewards"]
     assert [(event.data["number"], event.data["from_step"]) for event in events] == [(1, 3), (2, 5)]
     record = (await api.client.get(f"/v1/jobs/{job_id}")).json()
     assert "service" not in (record["spec"]["rewards"]["ocr"]["params"])
@@ -182,12 +182,12 @@ async def test_what_is_refused_is_told_and_changes_nothing(
     api: Api, job: MakeJob, change: dict[str, Any], status: int, words: str
 ) -> None:
     job_id = (await api.submit(job()))["id"]
-    before = await api.store.get(job_id)
+    before = await api.store.jobs.get(job_id)
     answer = await patch(api, job_id, **({"revision": 0} | change))
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert words in answer.text
-    assert await api.store.get(job_id) == before
+    assert await api.store.jobs.get(job_id) == before
 
 
 @pytest.mark.parametrize(("frames", "service", "media_type"), [(1, "v2", "image/png"), (5, "videos", "video/mp4")])
@@ -250,7 +250,7 @@ async def test_a_job_that_has_ended_keeps_its_rewards(api: Api, job: MakeJob) ->
     job_id = (await api.submit(job()))["id"]
     await api.client.post(f"/v1/jobs/{job_id}/cancel")
     assert (await patch(api, job_id, 0, set={"ocr": {"weight": 2}})).status_code == 409
-    await api.store.set_status(job_id, "cancelled")
+    await api.store.jobs.set_status(job_id, "cancelled")
     answer = await patch(api, job_id, 0, set={"ocr": {"weight": 2}})
     assert answer.status_code == 409
     assert "has ended as cancelled" in answer.json()["detail"]
@@ -258,12 +258,12 @@ async def test_a_job_that_has_ended_keeps_its_rewards(api: Api, job: MakeJob) ->
 
 async def test_a_shadows_score_reaches_its_record_beside_other_changes(api: Api, job: MakeJob) -> None:
     job_id = (await api.submit(job()))["id"]
-    await api.store.put_sample(job_id, SampleRecord(step=1, group=0, index=2, prompt="p", reward=0.5))
-    await api.store.put_shadow(job_id, "train", "a", {(1, 0, 2): 0.25, (1, 0, 3): 1.0})
-    await api.store.put_shadow(job_id, "train", "b", {(1, 0, 2): 0.75})
-    found = await api.store.get_sample(job_id, 1, 0, 2)
+    await api.store.samples.put(job_id, SampleRecord(step=1, group=0, index=2, prompt="p", reward=0.5))
+    await api.store.samples.put_shadow(job_id, "train", "a", {(1, 0, 2): 0.25, (1, 0, 3): 1.0})
+    await api.store.samples.put_shadow(job_id, "train", "b", {(1, 0, 2): 0.75})
+    found = await api.store.samples.get(job_id, 1, 0, 2)
     assert (found.reward, found.shadow) == (0.5, {"a": 0.25, "b": 0.75})
-    assert len((await api.store.samples(job_id))[0]) == 1
+    assert len((await api.store.samples.page(job_id))[0]) == 1
 
 
 async def test_comparisons_are_computed_when_there_is_something_new(
@@ -280,8 +280,8 @@ async def test_comparisons_are_computed_when_there_is_something_new(
     found = Comparisons()
     for count in (1, 1, 2):
         rows = [GroupScores(step=count, group=0, active=[0.0, 1.0], shadow=[0.1, 0.2])]
-        if count > len(await api.store.shadow_scores(job_id, "pair", "train")):
-            await api.store.add_shadow_scores(job_id, "pair", "train", rows)
+        if count > len(await api.store.shadows.scores(job_id, "pair", "train")):
+            await api.store.shadows.add(job_id, "pair", "train", rows)
         assert (await found.of(api.store, job_id, "pair", "train")).groups == count
     assert computed == [(1, False), (2, False)]
 
@@ -292,10 +292,10 @@ async def test_a_shadow_that_comes_back_keeps_what_it_gave(api: Api, job: MakeJo
     redis = api.services.redis
     names = [keys.shadow(job_id, "pair", part) for part in ("train", "counts")]
     for _ in range(2):
-        await api.store.add_shadow_scores(job_id, "pair", "train", rows)
-        await api.store.count_shadow(job_id, "pair", {"scored": 1})
+        await api.store.shadows.add(job_id, "pair", "train", rows)
+        await api.store.shadows.count(job_id, "pair", {"scored": 1})
         assert [await redis.ttl(name) for name in names] == [-1, -1]
-        await api.store.expire_shadow(job_id, "pair")
+        await api.store.shadows.expire(job_id, "pair")
         assert all([0 < await redis.ttl(name) <= SHADOW_TTL_S for name in names])
 
 

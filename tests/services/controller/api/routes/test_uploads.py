@@ -143,8 +143,8 @@ async def test_an_upload_goes_with_the_last_job_that_names_it(api: Api, job: Any
         if entry.name != sha256(b"fresh\n"):
             os.utime(entry, (time.time() - GRACE_S - 60,) * 2)
     keeper = Keeper(api.store, api.services.blobs, Keep(), uploads=uploads)
-    await api.store.set_status(jobs[1], "cancelled", "")
-    await api.store.remove(jobs[1], "was deleted")
+    await api.store.jobs.set_status(jobs[1], "cancelled", "")
+    await api.store.removal.remove(jobs[1], "was deleted")
     await keeper.look()
     assert stored(api) == sorted(f"{sha256(data)}/a.txt" for data in (b"kept\n", b"fresh\n"))
     refused = await api.client.post("/v1/jobs", json=job(data={"train": places[1]}))

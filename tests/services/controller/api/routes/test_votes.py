@@ -8,6 +8,7 @@ import json
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,8 @@ async def test_a_group_that_is_asked_for_no_more_is_not_shown(
 ) -> None:
     job_id = await running(api, job, groups=2)
     await ask(api, job_id, group=0)
-    now = api.store._clock()
-    monkeypatch.setattr(api.store, "_clock", lambda: now - 3600.0)  # an hour ago
+    link, now = api.store.link, api.store.link.clock()
+    monkeypatch.setattr(api.store.votes, "_link", replace(link, clock=lambda: now - 3600.0))  # an hour ago
     await ask(api, job_id, group=1)
     queue = await next_votes(api, job_id, "ann", count=20)
     assert {pair["group"] for pair in queue["pairs"]} == {0}
@@ -239,7 +240,7 @@ async def test_the_report_compares_with_other_rewards_and_warns_without_a_guard(
     for index in range(4):
         scores: dict[str, float | None] = {"ocr": float(index), "jpeg": -float(index), "jpeg.detail": 1.0}
         record = SampleRecord(step=3, group=0, index=index, prompt="p", scores=scores, versions=versions)
-        await api.store.put_sample(job_id, record)
+        await api.store.samples.put(job_id, record)
     found = (await api.client.get(f"/v1/jobs/{job_id}/votes/report")).json()
     assert (found["votes"], found["waiting"], [one["name"] for one in found["voters"]]) == (4, 0, ["ann"])
     assert found["rewards"] == {"jpeg": {"pairs": 4, "agreement": 0.0}}
@@ -253,7 +254,7 @@ async def test_old_groups_go_with_their_votes(api: Api, job: MakeJob, monkeypatc
         await ask(api, job_id, group=group, samples=[{"index": 0}, {"index": 1}], wanted=1)
         (pair,) = (await next_votes(api, job_id, "ann"))["pairs"]
         assert (await vote(api, job_id, "ann", pair, "left")).status_code == 201
-    kept = await api.store.vote_groups(job_id, None, 10)
+    kept = await api.store.votes.groups(job_id, None, 10)
     assert [one.group for one in kept] == [2, 3, 4]
     names = [name.decode() async for name in api.services.redis.scan_iter(f"ff:{job_id}:votes:*")]
     assert sorted(names) == [f"ff:{job_id}:votes:3:{group}" for group in (2, 3, 4)] + [f"ff:{job_id}:votes:complete"]
@@ -297,6 +298,6 @@ async def test_any_order_of_votes_ends_as_the_whole_list_says(api: Api, job: Mak
         left, right = draw.sample(range(4), 2)
         body = {"step": 3, "group": 0, "left": left, "right": right, "choice": "left", "voter": f"v{number % 3}"}
         await api.client.post(f"/v1/jobs/{job_id}/votes", json=body | {"id": f"id-{number:06d}"})
-        (found,) = await api.store.vote_groups(job_id, None, 5)
+        (found,) = await api.store.votes.groups(job_id, None, 5)
         assert found.complete == is_complete(range(4), found.votes, 5)
     assert found.complete

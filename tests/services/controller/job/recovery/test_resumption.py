@@ -53,7 +53,7 @@ def fleet(redis_url: str, tmp_path: Path) -> Any:
 
 
 async def events(running: ScriptedFleet, job_id: str, kind: str) -> list[dict[str, Any]]:
-    found = await running.store.events(job_id, limit=1000)
+    found = await running.store.events.read(job_id, limit=1000)
     return [dict(event.data) for event in found if event.type == kind]
 
 
@@ -76,7 +76,7 @@ async def test_a_trainer_without_any_checkpoint_begins_the_job_anew(
         (told,) = await events(running, record.id, "rewound")
         assert told["version"] == 0
         assert told["from"] == lost // per_step or told["from"] + 1 == -(-lost // per_step)
-        assert [one.step for one in await running.store.checkpoints(record.id)] == [STEPS]
+        assert [one.step for one in await running.store.history.checkpoints(record.id)] == [STEPS]
 
 
 @pytest.mark.anyio
@@ -220,7 +220,7 @@ async def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled
     kind: str, job: dict[str, Any], redis_url: str, tmp_path: Path
 ) -> None:
     async with fleet(redis_url, tmp_path) as running:
-        record, _ = await running.store.create(parse_job(job))
+        record, _ = await running.store.jobs.create(parse_job(job))
         if kind == "snapshot":
             newer = Machine(parse_job(job)).state.model_copy(update={"format": LEDGER_FORMAT + 1})
             await running.redis.set(keys.job_key(record.id, "state"), newer.model_dump_json())
@@ -230,7 +230,7 @@ async def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled
         waiting = await running.reached(record.id, lambda found: bool(found.reason))
         assert not waiting.status.terminal
         assert "run the version of Flowfleet that wrote it, or cancel the job" in waiting.reason
-        await running.store.request(record.id, "cancel")
+        await running.store.jobs.request(record.id, "cancel")
         assert (await running.reached(record.id, lambda found: found.status.terminal)).status == "cancelled"
 
 

@@ -11,8 +11,9 @@ from flowfleet.client.overview import Curve
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.store.jobs import JobStore
-from services.controller.store.rows import MAX_NOTICES, MAX_POINTS, with_point
+from services.controller.store.lists import MAX_POINTS, with_point
+from services.controller.store.notices import MAX_NOTICES
+from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio
 SPEC = parse_job(
@@ -34,16 +35,16 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_a_row_has_what_the_record_has(redis: Redis) -> None:
-    store = JobStore(redis)
-    record, _ = await store.create(SPEC, owner="ann")
-    await store.update_progress(record.id, announce=False, samples=8, samples_sampled=3)
+    store = Store(redis)
+    record, _ = await store.jobs.create(SPEC, owner="ann")
+    await store.jobs.update_progress(record.id, announce=False, samples=8, samples_sampled=3)
     for step, reward in enumerate((0.25, None, 0.5)):
-        await store.add_point(record.id, step, reward)
-    (row,) = await store.rows([record.id, "not-there"])
+        await store.lists.add_point(record.id, step, reward)
+    (row,) = await store.lists.rows([record.id, "not-there"])
     assert (row.name, row.owner, row.pool, row.model, row.algorithm) == ("signs", "ann", "big", "tiny", "flow_grpo")
     assert (row.progress.samples, row.progress.samples_sampled, row.progress.steps) == (8, 3, SPEC.schedule.steps)
     assert row.curve == Curve(stride=1, values=(0.25, None, 0.5))
-    shown = await store.get(record.id)
+    shown = await store.jobs.get(record.id)
     assert (row.created_at, row.status, row.progress, row.owner) == (
         shown.created_at,
         shown.status,
@@ -51,7 +52,7 @@ async def test_a_row_has_what_the_record_has(redis: Redis) -> None:
         shown.owner,
     )
     await redis.hdel(keys.job(record.id), "brief", "owner", "curve")  # as an earlier release stored it
-    (old,) = await store.rows([record.id])
+    (old,) = await store.lists.rows([record.id])
     assert old == row.model_copy(update={"owner": "", "curve": Curve()})
 
 
@@ -71,29 +72,29 @@ def test_steps_that_are_missing_are_gaps() -> None:
 
 
 async def test_notices_are_few_and_name_every_change(redis: Redis) -> None:
-    store = JobStore(redis)
-    record, _ = await store.create(SPEC)
-    after = await store.last_notice()
-    await store.append_event(record.id, "phase", {})
-    await store.update_progress(record.id, announce=False, samples=1)
-    await store.set_status(record.id, "cancelled")
-    await store.request(record.id, "delete")
-    await store.remove(record.id, "was deleted")
-    assert [job_id for _, job_id in await store.notices(after, 0.1)] == [record.id] * 5
-    assert await store.notices(await store.last_notice(), 0.01) == []
+    store = Store(redis)
+    record, _ = await store.jobs.create(SPEC)
+    after = await store.notices.last()
+    await store.events.append(record.id, "phase", {})
+    await store.jobs.update_progress(record.id, announce=False, samples=1)
+    await store.jobs.set_status(record.id, "cancelled")
+    await store.jobs.request(record.id, "delete")
+    await store.removal.remove(record.id, "was deleted")
+    assert [job_id for _, job_id in await store.notices.after(after, 0.1)] == [record.id] * 5
+    assert await store.notices.after(await store.notices.last(), 0.01) == []
     for _ in range(MAX_NOTICES + 500):
-        await store.append_event("any", "phase", {})
+        await store.events.append("any", "phase", {})
     assert await redis.xlen(keys.notices()) < MAX_NOTICES + 200
 
 
 async def test_hours_add_up_and_bring_no_job_back(redis: Redis) -> None:
-    store = JobStore(redis)
-    record, _ = await store.create(SPEC)
+    store = Store(redis)
+    record, _ = await store.jobs.create(SPEC)
     assert record.accelerator_hours == {}
     for _ in range(2):
-        await store.add_seconds(record.id, {"trainer": 1800.0, "rollout": 450.0})
-    assert (await store.get(record.id)).accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
-    (row,) = await store.rows([record.id])
+        await store.lists.add_seconds(record.id, {"trainer": 1800.0, "rollout": 450.0})
+    assert (await store.jobs.get(record.id)).accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
+    (row,) = await store.lists.rows([record.id])
     assert row.accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
-    await store.add_seconds("gone", {"trainer": 1.0})
+    await store.lists.add_seconds("gone", {"trainer": 1.0})
     assert not await redis.exists(keys.job("gone"))

@@ -1,8 +1,4 @@
-"""Jobs as a list shows them, read without their specs, and the notices of what changed. A part of JobStore.
-
-Every event and every change of a record adds a notice, a job's id, to one stream of the fleet. A controller reads that
-stream once for all who watch (api/feed.py).
-"""
+"""Jobs as a list shows them, read without their specs."""
 
 from __future__ import annotations
 
@@ -11,26 +7,47 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.client.overview import Curve, JobRow
-from flowfleet.client.types import JobStatus, Progress, RewardLoad
+from flowfleet.client.types import JobStatus, Progress
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
-from services.controller.store.records import from_epoch
+from services.controller.store.link import Link
+from services.controller.store.reading import SECONDS, hours_of, read_record
+from services.controller.store.records import JobRecord, from_epoch
 
-MAX_NOTICES = 1000
-"""The oldest notices go beyond this: a reader that missed some looks at everything."""
 MAX_POINTS = 64
-LOAD_TTL_S = 30
-_SECONDS = "accelerator_s."
 _ADD = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KEYS[1], ARGV[1], ARGV[2]) end"
 _TIMES = ("created_at", "started_at", "ended_at")
 _FIELDS = ("name", "owner", "status", "desired", "reason", *_TIMES, "brief", "curve")
 _PROGRESS = tuple(Progress.model_fields)
-_HOURS = tuple(_SECONDS + component for component in ("rollout", "trainer"))
+_HOURS = tuple(SECONDS + component for component in ("rollout", "trainer"))
 _NAMES = (*_FIELDS, *(f"progress.{name}" for name in _PROGRESS), *_HOURS)
 
 
-class JobRows:
-    _redis: Any
+class Lists:
+    def __init__(self, link: Link) -> None:
+        self._redis = link.redis
+
+    async def page(
+        self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
+    ) -> tuple[list[JobRecord], str | None]:
+        """A page, newest first, and the cursor of the next one (None: there is none)."""
+        index = keys.jobs() if status is None else keys.jobs_with_status(status)
+        start = f"({cursor}" if cursor else "+"
+        found = [i.decode() for i in await self._redis.zrevrangebylex(index, start, "-", 0, limit + 1)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in found[:limit]:
+                pipe.hgetall(keys.job(job_id))
+            rows = await pipe.execute()
+        known = zip(found, rows, strict=False)
+        records = [read_record(job_id, row) for job_id, row in known if row]  # else just deleted
+        return records, found[limit - 1] if len(found) > limit else None
+
+    async def counts(self) -> dict[JobStatus, int]:
+        """Jobs by status."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for status in JobStatus:
+                pipe.zcard(keys.jobs_with_status(status))
+            return dict(zip(JobStatus, await pipe.execute(), strict=True))
 
     async def rows(self, job_ids: Sequence[str]) -> list[JobRow]:
         """Rows of these jobs without their places, in order; those that are gone are missing."""
@@ -48,14 +65,6 @@ class JobRows:
         found = await self._redis.zrevrangebylex(keys.jobs(), f"({cursor}" if cursor else "+", "-", 0, limit)
         return [job_id.decode() for job_id in found]
 
-    async def unended_ids(self) -> list[str]:
-        """Ids of the jobs that have not ended, oldest first; a full Redis gives them too."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for status in JobStatus:
-                if not status.terminal:
-                    pipe.zrange(keys.jobs_with_status(status), 0, -1)
-            return sorted({job_id.decode() for found in await pipe.execute() for job_id in found})
-
     async def add_point(self, job_id: str, step: int, value: float | None) -> None:
         """Adds a step's reward to the job's curve. Added again it changes nothing."""
         row = await self._redis.hget(keys.job(job_id), "curve")
@@ -65,25 +74,7 @@ class JobRows:
     async def add_seconds(self, job_id: str, seconds: Mapping[str, float]) -> None:
         """Adds to a job's seconds of accelerators, by component. A job that is gone stays gone."""
         for component, number in seconds.items():
-            await self._redis.eval(_ADD, 1, keys.job(job_id), _SECONDS + component, number)
-
-    async def put_reward_load(self, load: Mapping[str, RewardLoad]) -> None:
-        """Keeps the load of the rewards for a while, as the controller that runs jobs sees it."""
-        rows = {name: one.model_dump(mode="json") for name, one in load.items()}
-        await self._redis.set(keys.reward_load(), json.dumps(rows), ex=LOAD_TTL_S)
-
-    async def reward_load(self) -> dict[str, RewardLoad]:
-        rows = json.loads(await self._redis.get(keys.reward_load()) or b"{}")
-        return {name: RewardLoad.model_validate(row) for name, row in rows.items()}
-
-    async def last_notice(self) -> str:
-        found = await self._redis.xrevrange(keys.notices(), count=1)
-        return str(found[0][0].decode()) if found else "0-0"
-
-    async def notices(self, after: str, wait_s: float) -> list[tuple[str, str]]:
-        """Id and job of each notice after one; waits for the first."""
-        found = await self._redis.xread({keys.notices(): after}, count=MAX_NOTICES, block=max(1, int(1000 * wait_s)))
-        return [(name.decode(), fields[b"job"].decode()) for _, entries in found for name, fields in entries]
+            await self._redis.eval(_ADD, 1, keys.job(job_id), SECONDS + component, number)
 
     async def _briefs(self, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         """Briefs of jobs that an earlier release stored, from their specs."""
@@ -94,11 +85,6 @@ class JobRows:
         return {job_id: brief_of(json.loads(spec)) for job_id, spec in zip(job_ids, specs, strict=True) if spec}
 
 
-def notice(pipe: Any, job_id: str) -> None:
-    """Adds to a transaction that all who watch learn of the job's change."""
-    pipe.xadd(keys.notices(), {"job": job_id}, maxlen=MAX_NOTICES, approximate=True)
-
-
 def brief_of(spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
     """What a list shows of a job's spec."""
     settings = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
@@ -107,12 +93,6 @@ def brief_of(spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
         "algorithm": str(settings["algorithm"].get("name", "")),
         "model": str(settings["model"]["path"]).rstrip("/").rpartition("/")[2],
     }
-
-
-def hours_of(fields: Mapping[str, str]) -> dict[str, float]:
-    """Component → hours of accelerators, from a job's record."""
-    found = {name.removeprefix(_SECONDS): float(value) for name, value in fields.items() if name.startswith(_SECONDS)}
-    return {component: seconds / 3600 for component, seconds in sorted(found.items())}
 
 
 def with_point(curve: Curve, step: int, value: float | None) -> Curve:

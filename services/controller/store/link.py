@@ -1,0 +1,38 @@
+"""The store's way to Redis: its client, its clock, and transactions that only the controller that leads may make."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowfleet.redis import keys
+from services.controller.store.leadership import Lease
+
+Pipe = Any
+"""A redis.asyncio Pipeline. redis-py's hints do not know that replies are bytes here, so they are not used."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """`redis` decodes no responses; `clock` gives seconds since the epoch. With a lease, transactions raise LeaseLost
+    once another controller leads."""
+
+    redis: Any
+    clock: Callable[[], float]
+    lease: Lease | None = None
+
+    async def transaction(self, attempt: Callable[[Pipe], Awaitable[Any]], watched: str) -> Any:
+        """Runs `Redis.transaction` with `attempt`, whose value it returns."""
+        if self.lease is not None:
+            return await self.lease.transaction(attempt, watched)
+        return await self.redis.transaction(attempt, watched, value_from_callable=True)
+
+    async def write(self, fill: Callable[[Pipe], Any]) -> None:
+        """Runs a transaction that reads nothing."""
+
+        async def attempt(pipe: Pipe) -> None:
+            pipe.multi()
+            fill(pipe)
+
+        await self.transaction(attempt, keys.leader_term())
