@@ -109,7 +109,7 @@ class AsyncClient(AsyncVoting):
         return read(Job, (await self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
 
     def jobs(self, status: str | None = None) -> AsyncIterator[Job]:
-        """All jobs, or those of one status, newest first."""
+        """All jobs, or those of one status, newest first, without `spec` and `rewards`."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
 
     async def job(self, job_id: str) -> Job:
@@ -124,15 +124,15 @@ class AsyncClient(AsyncVoting):
         found: list[Job] = []
         async for job in self.jobs():  # newest first
             if which == "last":
-                return job
+                return await self.job(job.id)
             if job.id.startswith(which):
                 found.append(job)
             elif named is None and job.name == which:
                 named = job
         if named is None and len(found) > 1:
             raise ApiError(409, f"{len(found)} jobs start with {which!r}: {', '.join(job.id for job in found[:5])}")
-        if found or named:
-            return named or found[0]
+        if meant := named or next(iter(found), None):
+            return await self.job(meant.id)
         raise ApiError(
             404, f"no job has the id or name {which!r}, or an id that starts so; `flowfleet jobs` lists them"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from html import escape
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
@@ -26,7 +26,24 @@ EXTENSIONS: Final = {
 """Media type of a sample → ending of its file's name."""
 
 
-class JobStatus(StrEnum):
+class OpenEnum(StrEnum):
+    """A StrEnum that keeps values of other releases: they are members without a name, and in no list of members."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, str):
+            return None
+        member = str.__new__(cls, value)
+        member._name_ = member._value_ = value
+        return member
+
+    @property
+    def known(self) -> bool:
+        """This release has the value."""
+        return self.value in type(self)._value2member_map_
+
+
+class JobStatus(OpenEnum):
     QUEUED = "queued"  # accepted, nothing started
     STARTING = "starting"  # trainer and replicas are being made ready, first time or after a fault
     RUNNING = "running"  # steps advance
@@ -41,7 +58,7 @@ class JobStatus(StrEnum):
         return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 
-class Desired(StrEnum):
+class Desired(OpenEnum):
     RUNNING = "running"
     PAUSED = "paused"
     CANCELLED = "cancelled"
@@ -147,8 +164,8 @@ class JobRewards(Answer):
         return self.pending or self.active
 
 
-class JobFields(Answer):
-    """What the store and the API know of a job alike."""
+class Job(Answer):
+    """A job."""
 
     id: str
     name: str
@@ -163,8 +180,10 @@ class JobFields(Answer):
     started_at: datetime | None = None
     """First time that the job ran."""
     ended_at: datetime | None = None
-    spec: dict[str, Any]
-    """The job as submitted, defaults filled in."""
+    spec: dict[str, Any] = {}
+    """The job as submitted, defaults filled in; empty in lists."""
+    warnings: list[str] = []
+    """Settings that are valid but probably not intended, one sentence each."""
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, written when the job ends."""
@@ -176,12 +195,7 @@ class JobFields(Answer):
     accelerator_hours: dict[str, float] = {}
     """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
-    """Current rewards, and the requested ones."""
-
-
-class Job(JobFields):
-    warnings: list[str] = []
-    """Settings that are valid but probably not intended, one sentence each."""
+    """Current rewards, and the requested ones; empty in lists."""
 
     @property
     def ended(self) -> bool:

@@ -57,9 +57,15 @@ class Limits(BaseModel):
         ranks, together. Jobs of one pool run one after the other, so the largest of a pool counts."""
         samples, ranks = {spec.rollout.pool: open_samples(spec)}, {spec.rollout.pool: spec.trainer.world_size}
         for record in others:
-            asked = _open_samples(record.spec["rollout"], record.spec["schedule"])
+            if record.is_unreadable:
+                continue
+            try:
+                asked = _open_samples(record.spec["rollout"], record.spec["schedule"])
+                world_size = int(record.spec["trainer"]["world_size"])
+            except (KeyError, TypeError, ValueError):  # of another release, which no scheduler has looked at yet
+                continue
             samples[record.pool] = max(samples.get(record.pool, 0), asked)
-            ranks[record.pool] = max(ranks.get(record.pool, 0), int(record.spec["trainer"]["world_size"]))
+            ranks[record.pool] = max(ranks.get(record.pool, 0), world_size)
         if (total := sum(samples.values())) > self.open_samples:
             raise Full(
                 f"the fleet's jobs would have {total} samples open at once, {open_samples(spec)} of them this job's, "

@@ -178,6 +178,7 @@ class JobScheduler:
             for job_id in self._jobs.values():
                 self._metrics.forget(job_id)
             self._jobs.clear()
+            self._records.clear()
             await self._monitor.stop()
 
     async def _run_jobs(self) -> None:
@@ -248,14 +249,31 @@ class JobScheduler:
         first: dict[str, JobRecord] = {}
         known, self._records = self._records, {}
         for job_id, (status, desired) in zip(active, await self._store.jobs.statuses(active), strict=True):
-            record = known.get(job_id) or await self._store.jobs.get(job_id)
+            record = known.get(job_id) or await self._readable(job_id)
             self._records[job_id] = record = record.model_copy(update={"status": status, "desired": desired})
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
             if unwanted and job_id not in self._jobs.values():
                 await self._store.jobs.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
+            elif record.is_unreadable:
+                if record.desired is Desired.CANCELLED:
+                    await self._waits_for_its_version(record, record.reason)
             elif record.status is not JobStatus.QUARANTINED or await self._is_back(record):
                 first.setdefault(record.pool, record)
         return first
+
+    async def _readable(self, job_id: str) -> JobRecord:
+        """The job's record, validated once. One that this release cannot read has that reason, and no trainer: it waits
+        for another release, and others of its pool go ahead."""
+        record = await self._store.jobs.get(job_id)
+        try:
+            record.job_spec()
+            reason = "" if record.is_unreadable else record.reason
+        except OtherFormat as error:
+            reason = str(error)
+            await stop_for_good(self._launcher, job_id)
+        if reason != record.reason:
+            await self._store.jobs.set_status(job_id, record.status, reason)
+        return record.model_copy(update={"reason": reason})
 
     async def _set_aside(self, tasks: dict[str, asyncio.Task[None]]) -> None:
         """Jobs that stopped the controller too often."""
@@ -284,7 +302,9 @@ class JobScheduler:
         while crash < MAX_CRASHES:
             began = time.monotonic()
             try:
-                record = await self._store.jobs.get(job_id)
+                now = await self._store.jobs.get(job_id)
+                known = self._records.get(job_id, now)
+                record = known.model_copy(update={"status": now.status, "desired": now.desired})
                 if not record.status.terminal:
                     await self._drive(record)
                 return

@@ -9,9 +9,10 @@ from typing import Annotated, Generic, TypeVar, cast
 
 from fastapi import Depends, Query, Request
 from prometheus_client import CollectorRegistry
+from pydantic import AfterValidator
 from redis.asyncio import Redis
 
-from flowfleet.client.types import Answer
+from flowfleet.client.types import Answer, JobStatus
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.api.comparisons import Comparisons
@@ -84,6 +85,15 @@ async def _existing(job_id: Annotated[str, Depends(job_id_of)], use: Use) -> str
 JobId = Annotated[str, Depends(job_id_of)]
 """Well-formed, so it can be part of a key; the store raises NotFound if there is none."""
 KnownJobId = Annotated[str, Depends(_existing)]
+
+
+def _known(status: JobStatus) -> JobStatus:
+    if not status.known:
+        raise ValueError(f"no such status: there is {', '.join(JobStatus)}")
+    return status
+
+
+KnownStatus = Annotated[JobStatus, AfterValidator(_known)]
 Limit = Annotated[int, Query(ge=1, le=500, description="Rows of a page at most.")]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from flowfleet.client.overview import JobRow
 from flowfleet.client.types import Desired, JobStatus
+from services.controller.store.records import is_unreadable
 
 
 def placed(rows: Iterable[JobRow]) -> list[JobRow]:
@@ -15,7 +16,8 @@ def placed(rows: Iterable[JobRow]) -> list[JobRow]:
     found = []
     for row in rows:
         place = None
-        if row.status is JobStatus.QUARANTINED:
+        is_aside = row.status is JobStatus.QUARANTINED or is_unreadable(row.reason)
+        if is_aside:
             waits = row.reason or "it stopped the controller several times; resume it to try again"
         elif row.pool in first:
             place, waits = ahead[row.pool], _behind(first[row.pool], ahead[row.pool])
@@ -24,7 +26,7 @@ def placed(rows: Iterable[JobRow]) -> list[JobRow]:
             place, waits = (
                 (0, "the controller takes it up next") if row.status is JobStatus.QUEUED else (None, _own(row))
             )
-        if row.status is not JobStatus.QUARANTINED:
+        if not is_aside:
             ahead[row.pool] += 1
         found.append(row.model_copy(update={"place": place, "waits": waits}))
     return found

@@ -83,7 +83,7 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
     """Work of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
     if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
         return None
-    uses_rollouts = record.spec["trainer"].get("samples") != "only"
+    uses_rollouts = record.spec.get("trainer", {}).get("samples") != "only"
     work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))), uses_rollouts)
     if machine is None:
         return work
@@ -112,7 +112,7 @@ def _services(record: JobRecord, machine: Machine | None, *, training: bool = Fa
     that score training samples."""
     if machine is None:
         newest = record.rewards.newest
-        parts = [*(newest.rewards or record.spec["rewards"]).items(), *newest.shadows.items()]
+        parts = [*(newest.rewards or record.spec.get("rewards", {})).items(), *newest.shadows.items()]
         return {part.get("service") or name for name, part in parts}
     steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
     at = machine.training_rewards_at if training else machine.rewards_at
@@ -149,7 +149,7 @@ def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
     """What admitted jobs need whatever their state: one replica of each pool and reward. `records`, oldest first."""
     first: dict[str, JobRecord] = {}
     for record in records:
-        if record.status is not JobStatus.QUARANTINED:
+        if record.status is not JobStatus.QUARANTINED and not record.is_unreadable:
             first.setdefault(record.pool, record)
     return demand([work for record in first.values() if (work := work_of(record))], {})
 

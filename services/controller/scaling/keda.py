@@ -111,7 +111,7 @@ class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         return max(found, default=0)
 
     async def _active(self) -> Sequence[JobRecord]:
-        return [await self._store.jobs.get(job_id) for job_id in await self._store.jobs.active()]
+        return await self._store.jobs.unended()
 
     def _knows(self, component: Component, name: str) -> bool:
         if component == "reward":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +15,8 @@ from services.controller.store.ids import new_job_id
 from services.controller.store.link import Link, Pipe
 from services.controller.store.lists import brief_of
 from services.controller.store.notices import notice
-from services.controller.store.reading import REVISION, read_record
-from services.controller.store.records import Action, JobRecord, next_desired
+from services.controller.store.reading import REVISION, decoded, format_of, read_record
+from services.controller.store.records import FORMAT, Action, JobRecord, is_upgraded, next_desired, spec_digest
 from services.controller.store.removal import leave
 
 _STEPS = "steps.asked"
@@ -46,7 +45,7 @@ class Jobs:
                 return earlier, False
             pipe.multi()
             if idempotency_key:
-                pipe.set(key, json.dumps({"job": job_id, "digest": _digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
+                pipe.set(key, json.dumps({"job": job_id, "digest": spec_digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
             pipe.hset(keys.job(job_id), mapping=self._first_fields(spec, owner))
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
@@ -67,7 +66,7 @@ class Jobs:
         row = await self._redis.hgetall(keys.job(job_id))
         if not row and (stone := await self._redis.get(keys.tombstone(job_id))) is not None:
             raise Gone(json.loads(stone)["reason"])
-        return read_record(job_id, row)
+        return read_record(job_id, decoded(row))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
         """What changes of running jobs, in one round trip. Raises NotFound."""
@@ -103,11 +102,13 @@ class Jobs:
             for job_id in found:
                 pipe.hgetall(keys.job(job_id))
             rows = await pipe.execute()
-        return [read_record(job_id, row) for job_id, row in zip(found, rows, strict=True) if row]  # else just deleted
+        known = zip(found, rows, strict=True)
+        return [read_record(job_id, decoded(row)) for job_id, row in known if row]  # else just deleted
 
     async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
         """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
         status = JobStatus(status)
+        assert status.known, status
 
         async def attempt(pipe: Pipe) -> bool:
             before, was_reason, started = await pipe.hmget(keys.job(job_id), "status", "reason", "started_at")
@@ -198,7 +199,8 @@ class Jobs:
     def _first_fields(self, spec: JobSpec, owner: str) -> dict[str, str]:
         state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
         progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
-        return {**state, **progress, "created_at": repr(self._link.clock()), "spec": spec.model_dump_json()}
+        written = {"format": str(FORMAT), "warnings": encode(spec.warnings), "spec": spec.model_dump_json()}
+        return {**state, **progress, **written, "created_at": repr(self._link.clock())}
 
     def _status_fields(self, status: JobStatus, reason: str, first_run: bool) -> dict[str, str]:
         fields = {"status": str(status), "reason": reason}
@@ -223,22 +225,18 @@ def check_steps(status: JobStatus, desired: Desired, done: int, steps: int, befo
         raise Conflict(f"the job has done {done} steps: ask for more, or finish it")
 
 
-def _digest(spec: JobSpec) -> str:
-    """Digest of the job with its defaults filled in: two files with the same meaning are the same job."""
-    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 async def _submitted(redis: Pipe, key: str, spec: JobSpec) -> str | None:
     found = await redis.get(key)
     if found is None:
         return None
     earlier = json.loads(found)
-    if not await redis.exists(keys.job(earlier["job"])):
+    stored, written = await redis.hmget(keys.job(earlier["job"]), "spec", "format")
+    if stored is None:
         raise Conflict(
             f"this Idempotency-Key was used for job {earlier['job']}, which was deleted: use a new key to run it again"
         )
-    if earlier["digest"] != _digest(spec):
+    is_same = earlier["digest"] == spec_digest(spec)
+    if not is_same and not is_upgraded(spec, json.loads(stored), format_of(written and written.decode())):
         raise Conflict(f"this Idempotency-Key was used for another job, {earlier['job']}: give each job its own")
     return str(earlier["job"])
 

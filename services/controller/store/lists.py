@@ -7,20 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.client.overview import Curve, JobRow
-from flowfleet.client.types import JobStatus, Progress
+from flowfleet.client.types import JobStatus, read
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.link import Link
-from services.controller.store.reading import SECONDS, hours_of, read_record
-from services.controller.store.records import JobRecord, from_epoch
+from services.controller.store.reading import LISTED, SECONDS, decoded, read_record
+from services.controller.store.records import JobRecord
 
 MAX_POINTS = 64
 _ADD = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KEYS[1], ARGV[1], ARGV[2]) end"
-_TIMES = ("created_at", "started_at", "ended_at")
-_FIELDS = ("name", "owner", "status", "desired", "reason", *_TIMES, "brief", "curve")
-_PROGRESS = tuple(Progress.model_fields)
-_HOURS = tuple(SECONDS + component for component in ("rollout", "trainer"))
-_NAMES = (*_FIELDS, *(f"progress.{name}" for name in _PROGRESS), *_HOURS)
+_ROW = (*LISTED, "brief", "curve")
+_SHARED = set(JobRow.model_fields) & set(JobRecord.model_fields)
 
 
 class Lists:
@@ -34,12 +31,8 @@ class Lists:
         index = keys.jobs() if status is None else keys.jobs_with_status(status)
         start = f"({cursor}" if cursor else "+"
         found = [i.decode() for i in await self._redis.zrevrangebylex(index, start, "-", 0, limit + 1)]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in found[:limit]:
-                pipe.hgetall(keys.job(job_id))
-            rows = await pipe.execute()
-        known = zip(found, rows, strict=False)
-        records = [read_record(job_id, row) for job_id, row in known if row]  # else just deleted
+        rows = await self._fields(found[:limit], LISTED)
+        records = [read_record(job_id, row, whole=False) for job_id, row in rows.items()]
         return records, found[limit - 1] if len(found) > limit else None
 
     async def counts(self) -> dict[JobStatus, int]:
@@ -51,14 +44,9 @@ class Lists:
 
     async def rows(self, job_ids: Sequence[str]) -> list[JobRow]:
         """Rows of these jobs without their places, in order; those that are gone are missing."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hmget(keys.job(job_id), _NAMES)
-            found = await pipe.execute() if job_ids else []
-        known = [(job_id, dict(zip(_NAMES, row, strict=True))) for job_id, row in zip(job_ids, found, strict=True)]
-        old = [job_id for job_id, row in known if row["status"] is not None and row["brief"] is None]
-        briefs = await self._briefs(old) if old else {}
-        return [_row(job_id, row, briefs.get(job_id)) for job_id, row in known if row["status"] is not None]
+        rows = await self._fields(job_ids, _ROW)
+        briefs = await self._briefs([job_id for job_id, row in rows.items() if "brief" not in row])
+        return [_row(job_id, row, briefs.get(job_id)) for job_id, row in rows.items()]
 
     async def ids(self, cursor: str | None, limit: int) -> list[str]:
         """Ids of jobs before one (None: from the newest), newest first."""
@@ -76,22 +64,29 @@ class Lists:
         for component, number in seconds.items():
             await self._redis.eval(_ADD, 1, keys.job(job_id), SECONDS + component, number)
 
-    async def _briefs(self, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Briefs of jobs that an earlier release stored, from their specs."""
+    async def _fields(self, job_ids: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Job → these fields of its record, in order; jobs that were just deleted are missing."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.hget(keys.job(job_id), "spec")
-            specs = await pipe.execute()
-        return {job_id: brief_of(json.loads(spec)) for job_id, spec in zip(job_ids, specs, strict=True) if spec}
+                pipe.hmget(keys.job(job_id), names)
+            found = await pipe.execute() if job_ids else []
+        rows = {job_id: decoded(zip(names, row, strict=True)) for job_id, row in zip(job_ids, found, strict=True)}
+        return {job_id: row for job_id, row in rows.items() if "status" in row}
+
+    async def _briefs(self, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Briefs of jobs that an earlier release stored, from their specs."""
+        specs = await self._fields(job_ids, ("status", "spec"))
+        return {job_id: brief_of(json.loads(row.get("spec", "{}"))) for job_id, row in specs.items()}
 
 
 def brief_of(spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
-    """What a list shows of a job's spec."""
+    """What a list shows of a job's spec, also of one that another release stored."""
     settings = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
+    rollout, algorithm, model = (dict(settings.get(name, {})) for name in ("rollout", "algorithm", "model"))
     return {
-        "pool": str(settings["rollout"].get("pool", "default")),
-        "algorithm": str(settings["algorithm"].get("name", "")),
-        "model": str(settings["model"]["path"]).rstrip("/").rpartition("/")[2],
+        "pool": str(rollout.get("pool", "default")),
+        "algorithm": str(algorithm.get("name", "")),
+        "model": str(model.get("path", "")).rstrip("/").rpartition("/")[2],
     }
 
 
@@ -106,17 +101,11 @@ def with_point(curve: Curve, step: int, value: float | None) -> Curve:
     return Curve(stride=stride, values=tuple(values))
 
 
-def _row(job_id: str, row: Mapping[str, bytes | None], brief: Mapping[str, str] | None) -> JobRow:
-    text = {name: value.decode() for name, value in row.items() if value is not None}
-    progress = {name: json.loads(text[f"progress.{name}"]) for name in _PROGRESS if f"progress.{name}" in text}
-    return JobRow.model_validate(
-        {
-            "id": job_id,
-            **{name: text[name] for name in ("name", "owner", "status", "desired", "reason") if name in text},
-            **{name: from_epoch(float(text[name])) for name in _TIMES if name in text},
-            **(brief or json.loads(text["brief"])),
-            "progress": progress,
-            "curve": json.loads(text.get("curve", "{}")),
-            "accelerator_hours": hours_of(text),
-        }
-    )
+def _row(job_id: str, fields: Mapping[str, str], brief: Mapping[str, str] | None) -> JobRow:
+    record = read_record(job_id, fields, whole=False)
+    shown = record.model_dump(include=_SHARED)
+    try:
+        rest = dict(brief or json.loads(fields["brief"])) | {"curve": json.loads(fields.get("curve", "{}"))}
+        return read(JobRow, rest | shown)
+    except (KeyError, TypeError, ValueError):  # of another release
+        return read(JobRow, brief_of({}) | shown)

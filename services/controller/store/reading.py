@@ -1,52 +1,112 @@
-"""Reads a job's record from the hash that Redis holds of it."""
+"""Reads a job's record from the hash that Redis holds of it, also one that another release wrote.
+
+Unknown fields are ignored. A record whose format is newer, whose status or wish this release does not know, or that has
+a broken field is shown with its status as stored and a reason that says so. Nothing else is refused because of it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flowfleet.client.types import Desired, JobRewards, JobStatus, Progress, RewardRevision
+from pydantic import ValidationError
+
+from flowfleet.client.types import Desired, JobRewards, JobStatus, Progress, RewardRevision, read
 from flowfleet.errors import NotFound
-from services.controller.store.records import JobRecord, from_epoch
+from services.controller.store.ids import submitted_at
+from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch
 
 REVISION, ACTIVE, PENDING = "rewards.revision", "rewards.active", "rewards.pending"
 SECONDS = "accelerator_s."
+_TIMES = ("created_at", "started_at", "ended_at")
+_TEXTS = ("name", "owner", "reason", "archive")
+LISTED = (
+    *_TEXTS, *_TIMES, "status", "desired", "format", "warnings", "results",
+    *(f"progress.{name}" for name in Progress.model_fields), f"{SECONDS}rollout", f"{SECONDS}trainer",
+)  # fmt: skip
+"""Fields of a record that lists show: all but the spec and the rewards."""
 
 
-def read_record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
-    fields = {name.decode(): value.decode() for name, value in row.items()}
+def decoded(row: Mapping[bytes, bytes] | Iterable[tuple[str, bytes | None]]) -> dict[str, str]:
+    """Fields of a hash, of HGETALL or zipped with the answer of HMGET."""
+    pairs = row.items() if isinstance(row, Mapping) else row
+    known = ((name, value) for name, value in pairs if value is not None)
+    return {name.decode() if isinstance(name, bytes) else name: value.decode() for name, value in known}
+
+
+def read_record(job_id: str, fields: Mapping[str, str], *, whole: bool = True) -> JobRecord:
+    """Not `whole`: of a list, without spec and rewards. Raises NotFound without a status."""
     if "status" not in fields:
         raise NotFound(f"no job {job_id}")
-    times: dict[str, Any] = {
-        name: from_epoch(float(fields[name])) for name in ("created_at", "started_at", "ended_at") if name in fields
-    }
+    refusal = _refusal(fields)
+    try:
+        record = _record(job_id, fields, whole)
+    except (KeyError, TypeError, ValueError) as error:
+        record = _bare(job_id, fields)
+        refusal = refusal or f"{UNREADABLE}: {_cause(error)}; {ADVICE}"
+    return record.stored_as(format_of(fields.get("format")), refusal)
+
+
+def format_of(stored: str | None) -> int:
+    """Format of a record; a later one than any where it is not a number."""
+    return int(stored) if (stored := stored or "1").isdecimal() else sys.maxsize
+
+
+def _refusal(fields: Mapping[str, str]) -> str:
+    if format_of(fields.get("format")) > FORMAT:
+        return f"{UNREADABLE}: its record has the format {fields['format']}, and this release reads {FORMAT}; {ADVICE}"
+    for name, value in (("status", JobStatus(fields["status"])), ("desired", Desired(fields.get("desired", "")))):
+        if not value.known:
+            return f"{UNREADABLE}: {name} = {value.value!r} is of another release; {ADVICE}"
+    return ""
+
+
+def _record(job_id: str, fields: Mapping[str, str], whole: bool) -> JobRecord:
     progress = {
         name.removeprefix("progress."): json.loads(value)
         for name, value in fields.items()
         if name.startswith("progress.")
     }
+    rest: dict[str, Any] = {name: fields[name] for name in _TEXTS if name in fields}
+    rest |= {name: from_epoch(float(fields[name])) for name in _TIMES if name in fields}
+    if whole:
+        rest |= {"spec": json.loads(fields["spec"]), "rewards": rewards_of(fields)}
     return JobRecord(
         id=job_id,
-        name=fields["name"],
-        owner=fields.get("owner", ""),
         status=JobStatus(fields["status"]),
         desired=Desired(fields["desired"]),
-        reason=fields["reason"],
-        spec=json.loads(fields["spec"]),
-        progress=Progress(**progress),
+        progress=read(Progress, progress),
         results=json.loads(fields.get("results", "{}")),
-        archive=fields.get("archive", ""),
+        warnings=json.loads(fields.get("warnings", "[]")),
         accelerator_hours=hours_of(fields),
-        rewards=rewards_of(fields),
-        **times,
+        **rest,
     )
+
+
+def _bare(job_id: str, fields: Mapping[str, str]) -> JobRecord:
+    return JobRecord(
+        id=job_id,
+        name=fields.get("name", ""),
+        owner=fields.get("owner", ""),
+        status=JobStatus(fields["status"]),
+        desired=Desired(fields.get("desired", "")),
+        created_at=from_epoch(submitted_at(job_id)),
+    )
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"its record lacks {error}" if isinstance(error, KeyError) else f"its record is damaged: {error}"
 
 
 def rewards_of(fields: Mapping[str, str]) -> JobRewards:
     """From the fields of a job's hash; of a job whose rewards never changed, what was submitted."""
     if (row := fields.get(ACTIVE)) is not None:
-        active = RewardRevision.model_validate_json(row)
+        active = read(RewardRevision, row)
     else:
         created = from_epoch(float(fields["created_at"]))
         submitted = json.loads(fields["spec"])["rewards"]
@@ -55,7 +115,7 @@ def rewards_of(fields: Mapping[str, str]) -> JobRewards:
     return JobRewards(
         revision=int(fields.get(REVISION, 0)),
         active=active,
-        pending=None if pending is None else RewardRevision.model_validate_json(pending),
+        pending=None if pending is None else read(RewardRevision, pending),
     )
 
 

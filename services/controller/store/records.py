@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
-from pydantic import Field, computed_field
+from pydantic import Field, PrivateAttr, ValidationError
 
-from flowfleet.client.types import Answer, Desired, FiniteOrNone, JobFields, JobStatus, RewardRevision, Sample
-from flowfleet.errors import Conflict
+from flowfleet.client.types import Answer, Desired, FiniteOrNone, Job, JobStatus, RewardRevision, Sample
+from flowfleet.errors import Conflict, OtherFormat
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardSet
 
+FORMAT = 2
+"""Format of a job's record, raised when earlier releases must not run the job; 1 where none is stored."""
+UNREADABLE = "this release cannot read the job"
+ADVICE = "run the release that wrote it, or cancel the job"
 Action = Literal["pause", "resume", "cancel", "delete"]
 Order = Literal["newest", "oldest", "best", "worst"]
 
@@ -46,23 +54,38 @@ def next_desired(status: JobStatus, desired: Desired, action: Action) -> Desired
     return target
 
 
-class JobRecord(JobFields):
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def warnings(self) -> list[str]:
-        """Settings that are valid but probably not intended, one sentence each."""
-        try:
-            return self.job_spec().warnings
-        except ValueError:  # of an older release, or of a plugin that is not installed
-            return []
+class JobRecord(Job):
+    """A job as it is stored."""
+
+    _format: int = PrivateAttr(FORMAT)
+    _refusal: str = PrivateAttr("")
+    """Why this release must not work with the record; empty where it may."""
 
     @property
     def pool(self) -> str:
         """Rollout pool that samples for it."""
-        return str(self.spec["rollout"].get("pool", "default"))
+        return str(self.spec.get("rollout", {}).get("pool", "default"))
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Its reason says so: the job waits for another release."""
+        return is_unreadable(self.reason)
 
     def job_spec(self) -> JobSpec:
-        return JobSpec.model_validate(self.spec)
+        """The submitted job. Raises OtherFormat where this release cannot read it."""
+        if self._refusal:
+            raise OtherFormat(self._refusal)
+        return self._submitted
+
+    @cached_property
+    def _submitted(self) -> JobSpec:
+        """Validated once: the submitted job never changes."""
+        return read_spec(self.spec, self._format)
+
+    def stored_as(self, format: int, refusal: str) -> JobRecord:
+        """The record itself, which now knows its format and why it cannot be read."""
+        self._format, self._refusal = format, refusal
+        return self.model_copy(update={"reason": refusal}) if refusal else self
 
 
 class Validation(Answer):
@@ -82,6 +105,41 @@ class SampleRecord(Sample):
     media_uri: str = ""
     media_size_bytes: int = 0
     media_sha256: str = ""
+
+
+def is_unreadable(reason: str) -> bool:
+    """A job with this reason waits for a release that can read it."""
+    return reason.startswith(UNREADABLE)
+
+
+def read_spec(stored: Mapping[str, Any], format: int) -> JobSpec:
+    """The job of a stored spec, in the format of its record: stored specs are parsed here alone. Raises OtherFormat."""
+    try:
+        return JobSpec.model_validate(stored)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        setting = ".".join(map(str, first["loc"]))
+        raise OtherFormat(f"{UNREADABLE}: {setting}: {first['msg']}; {ADVICE}") from None
+
+
+def spec_digest(spec: JobSpec) -> str:
+    """Digest of the job with its defaults filled in: two files with the same meaning are the same job."""
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def is_upgraded(asked: JobSpec, stored: Mapping[str, Any], format: int) -> bool:
+    """The job that is asked for is the one that an earlier release stored: the digest of that one was of other
+    settings. The stored model may be the commit of a name."""
+    if format >= FORMAT:
+        return False
+    try:
+        before = read_spec(stored, format)
+    except OtherFormat:
+        return False
+    path = asked.model.path if before.model.path.startswith(f"{asked.model.path}@") else before.model.path
+    model = before.model.model_copy(update={"path": path})
+    return spec_digest(before.model_copy(update={"model": model})) == spec_digest(asked)
 
 
 def reward_set(revision: RewardRevision) -> RewardSet:

@@ -24,7 +24,8 @@ async def jobs(api: Api, job: Job) -> AsyncIterator[Api]:
     """An API with one job, which must be the only one afterwards, unchanged."""
     record = await api.submit(job())
     yield api
-    assert (await api.client.get("/v1/jobs")).json() == {"items": [record], "next_cursor": None}
+    assert [row["id"] for row in (await api.client.get("/v1/jobs")).json()["items"]] == [record["id"]]
+    assert (await api.client.get(f"/v1/jobs/{record['id']}")).json() == record
 
 
 def check_problem(response: httpx.Response, status: int, *words: str) -> dict[str, Any]:

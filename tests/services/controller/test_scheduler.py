@@ -22,7 +22,7 @@ from services.controller.prompts.sources import Unread
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from services.controller.store.leadership import LeaseLost
-from services.controller.store.records import JobRecord
+from services.controller.store.records import FORMAT, UNREADABLE, JobRecord
 from services.controller.store.store import Store
 from services.controller.trainers import launcher
 from services.controller.trainers.launcher import LocalLauncher, stopped
@@ -121,6 +121,48 @@ async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -
         runner.gate.set()
         await reached(store, second, JobStatus.SUCCEEDED)
         assert (set(runner.order[:2]), runner.order[2:]) == ({first, elsewhere.id}, [second])
+
+    await with_runner(redis_url, tmp_path, use)
+
+
+OTHER_RELEASE = {
+    "format": {"format": str(FORMAT + 1)},
+    "wish": {"desired": "dreaming"},
+    "spec": {"spec": SPEC.model_dump_json().replace('"flow_grpo"', '"loss_of_tomorrow"')},
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fields", OTHER_RELEASE.values(), ids=OTHER_RELEASE)
+async def test_a_job_of_another_release_waits_and_others_of_its_pool_run(
+    redis_url: str, tmp_path: Path, fields: dict[str, str]
+) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
+        theirs, ours = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
+        await store.jobs.set_status(theirs, JobStatus.RUNNING)
+        await store.link.redis.hset(keys.job(theirs), mapping=fields)
+        await runner.start()
+        await reached(store, ours, JobStatus.RUNNING)
+        shown = await store.jobs.get(theirs)
+        assert (shown.status, shown.is_unreadable) == (JobStatus.RUNNING, True)
+        await store.jobs.request(theirs, "cancel")
+        await reached(store, theirs, JobStatus.CANCELLED)
+        assert runner.order == [ours]
+
+    await with_runner(redis_url, tmp_path, use)
+
+
+@pytest.mark.anyio
+async def test_the_release_that_can_read_a_job_takes_it_up(redis_url: str, tmp_path: Path) -> None:
+    async def use(runner: WaitingRunner, store: Store) -> None:
+        first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
+        for job_id in (first, second):
+            await store.jobs.set_status(job_id, JobStatus.QUEUED, f"{UNREADABLE}: it was rolled back")
+        await runner.start()
+        await reached(store, first, JobStatus.RUNNING)
+        assert [(await store.jobs.get(job_id)).reason for job_id in (first, second)] == ["", ""]
+        runner.gate.set()
+        await reached(store, second, JobStatus.SUCCEEDED)
 
     await with_runner(redis_url, tmp_path, use)
 

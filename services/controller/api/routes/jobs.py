@@ -9,12 +9,12 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from flowfleet.client.overview import JobRow
-from flowfleet.client.types import JobStatus
+from flowfleet.client.types import Job, JobStatus
 from flowfleet.errors import NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api import admission as checks
 from services.controller.api.body import read_object
-from services.controller.api.dependencies import JobId, KnownJobId, Limit, Page, Services, Use, Who
+from services.controller.api.dependencies import JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
 from services.controller.store.records import Action, JobRecord
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -50,11 +50,11 @@ async def list_jobs(
     use: Use,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
     limit: Limit = 50,
-    status: JobStatus | None = None,
-) -> Page[JobRecord]:
-    """Newest first."""
+    status: KnownStatus | None = None,
+) -> Page[Job]:
+    """Newest first, without `spec` and `rewards`."""
     items, following = await use.store.lists.page(cursor, limit, status)
-    return Page(items=await _shown(items, use), next_cursor=following)
+    return Page(items=list[Job](await _shown(items, use)), next_cursor=following)
 
 
 @router.get("/{job_id}")

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from flowfleet.client.overview import JobRow
 from flowfleet.client.types import JobStatus
 from services.controller.api import sse
-from services.controller.api.dependencies import Limit, Page, Services, Use, Who, job_id_of
+from services.controller.api.dependencies import KnownStatus, Limit, Page, Services, Use, Who, job_id_of
 
 router = APIRouter(prefix="/v1", tags=["page"])
 
@@ -24,7 +24,7 @@ async def overview(
     use: Use,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
     limit: Limit = 500,
-    status: JobStatus | None = None,
+    status: KnownStatus | None = None,
     text: Annotated[str, Query(max_length=MAX_TEXT, description="Part of a name, an id, an owner or a pool.")] = "",
 ) -> Page[JobRow]:
     """Rows of jobs, newest first."""
