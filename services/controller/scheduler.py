@@ -23,7 +23,6 @@ from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
-from services.controller.api.admission import JobData, open_job
 from services.controller.concurrency import Changes, Children, end, wait
 from services.controller.fleet.directory import Directory, StaticDirectory
 from services.controller.fleet.pool import RolloutPool
@@ -55,6 +54,7 @@ from services.controller.store.records import JobRecord
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
 from services.controller.store.store import Store
+from services.controller.submission.opening import JobData, open_job
 from services.controller.trainers.client import JobTrainer
 from services.controller.trainers.launcher import Launcher, LocalLauncher, stop_for_good
 
@@ -374,6 +374,7 @@ class JobScheduler:
             **vars(core),
             emit=emit,
             changes=changes,
+            submitted=record.job_spec(),
             redis=self._redis,
             blobs=blobs,
             refs=SampleRefs(self._redis, blobs, record.id),

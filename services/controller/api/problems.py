@@ -20,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from flowfleet.client.types import Problem, SettingProblem
-from flowfleet.errors import FlowfleetError, InvalidRequest, http_status
+from flowfleet.errors import FlowfleetError, http_status
 from flowfleet.redis.trouble import trouble
+from services.controller.submission.problems import InvalidJob
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,6 @@ MAX_TEXT = 600
 RETRY_S = "5"
 FULL_RETRY_S = "60"
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w*-]+)*")
-
-
-class InvalidJob(InvalidRequest):
-    """A job that cannot run; one message a setting, each starting with its name."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def problem(

@@ -56,6 +56,8 @@ class JobContext(JobCore):
 
     emit: Emit
     changes: Changes
+    submitted: JobSpec
+    """The job as its user wrote it; `spec` has folders in place of `job:ID`."""
     redis: Any  # redis.asyncio.Redis, whose hints do not know that replies are bytes here
     blobs: BlobStore
     refs: SampleRefs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter
 from redis.exceptions import RedisError
@@ -30,6 +31,7 @@ from services.controller.store.store import Store
 log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
+READ_ALL_S = 300.0
 WORKING_BLOBS = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
 """Kinds of blobs that only a running job needs."""
 
@@ -54,6 +56,9 @@ class Keeper:
         self._store, self._blobs = store, blobs
         self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
         self._uploads, self._swept = uploads, float("-inf")
+        self._ended: dict[str, EndedJob] = {}
+        """Jobs that have ended, as they were read last; one that ends or is deleted is among the leftovers."""
+        self._read_all = float("-inf")
         self._sizes: dict[str, int] = {}
         """Job → bytes of Redis that its history takes; an ended job does not grow."""
         self._failures = Counter(
@@ -63,7 +68,8 @@ class Keeper:
         )
 
     async def run(self) -> None:
-        """Looks every few seconds. Errors are logged: jobs run all the same."""
+        """Looks every few seconds, first at all ended jobs. Errors are logged: jobs run all the same."""
+        self._read_all = float("-inf")
         while True:
             try:
                 await self.look()
@@ -79,9 +85,9 @@ class Keeper:
         """Archives and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
         that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
         await self._store.confirm()
-        jobs = await self._store.removal.ended()
-        await self._measure(jobs)
         now = self._clock()
+        jobs = await self._read(now)
+        await self._measure(jobs)
         limit = await self._memory.limit() if self._memory else 0
         removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
         for job in jobs:
@@ -90,10 +96,22 @@ class Keeper:
             if job.job_id in removed:
                 log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
                 await self._store.removal.remove(job.job_id, removed[job.job_id])
+                del self._ended[job.job_id]
         await self._clear()
         if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
             self._swept = now
             await self._sweep(self._uploads)
+
+    async def _read(self, now: float) -> list[EndedJob]:
+        """Ended jobs, the first to end first. Reads all at first and now and then, because a controller of an earlier
+        release leaves no leftover of a job that is to be deleted; else those among the leftovers."""
+        if not 0 <= now - self._read_all < READ_ALL_S:
+            found, self._read_all = await self._store.removal.ended(), now
+            self._ended.clear()
+        else:
+            found = await self._store.removal.ended([one.job_id for one in await self._store.removal.leftovers()])
+        self._ended |= {job.job_id: job for job in found}
+        return sorted(self._ended.values(), key=lambda job: (job.ended_at, job.job_id))
 
     async def _sweep(self, uploads: Uploads) -> None:
         """Removes uploads that no job names."""
@@ -122,6 +140,7 @@ class Keeper:
             log.error("keeper could not archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
             return False
         await self._store.removal.mark_archived(job.job_id, folder)
+        self._ended[job.job_id] = replace(job, archive=folder)
         return True
 
     async def _clear(self) -> None:

@@ -33,13 +33,18 @@ NUM_FRAMES = 5
 
 
 async def refusals(
-    spec: JobSpec, rewards: Mapping[str, RewardPart], directory: Directory, sources: Sources
+    spec: JobSpec,
+    rewards: Mapping[str, RewardPart],
+    directory: Directory,
+    sources: Sources,
+    firsts: Mapping[str, Prompt] | None = None,
 ) -> list[str]:
     """What the services of these rewards say of calls that they will never take, one line a reward. Errors of single
-    samples are none, nor is a service that cannot be reached or takes long."""
+    samples are none, nor is a service that cannot be reached or takes long. `firsts`: setting → first prompt of its
+    file, of files that were read just now; else they are read here."""
     if not rewards:
         return []
-    prompts = await asyncio.to_thread(_prompts, spec, rewards, sources)
+    prompts = await asyncio.to_thread(_prompts, spec, rewards, sources, firsts)
     found = await asyncio.gather(
         *(_refusal(spec, name, part, directory, prompts[name]) for name, part in rewards.items())
     )
@@ -64,12 +69,16 @@ async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Direct
     return ""
 
 
-def _prompts(spec: JobSpec, rewards: Mapping[str, RewardPart], sources: Sources) -> dict[str, Prompt]:
+def _prompts(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], sources: Sources, firsts: Mapping[str, Prompt] | None
+) -> dict[str, Prompt]:
     """Reward → the first prompt that it scores."""
-    firsts = {source.name: _first(spec, source, sources) for source in spec.data.each}
-    of_rewards = [
-        (name, firsts[source.name]) for source in spec.data.each for name in spec.data.scoring(source.name, rewards)
-    ]
+    each = spec.data.each
+    known = {
+        source.name: _first(spec, source, sources) if firsts is None else firsts.get(source.setting, Prompt(""))
+        for source in each
+    }
+    of_rewards = [(name, known[source.name]) for source in each for name in spec.data.scoring(source.name, rewards)]
     return {name: Prompt("") for name in rewards} | dict(reversed(of_rewards))
 
 

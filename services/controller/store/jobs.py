@@ -144,6 +144,7 @@ class Jobs:
             if target != Desired.DELETED:  # the last status was the last event
                 add_event(pipe, job_id, "request", {"action": action})
             else:
+                leave(pipe, job_id, self._link.clock())
                 notice(pipe, job_id)
 
         await self.status(job_id)

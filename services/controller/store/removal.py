@@ -53,12 +53,12 @@ class Removal:
     def __init__(self, link: Link) -> None:
         self._link, self._redis = link, link.redis
 
-    async def ended(self) -> list[EndedJob]:
-        """All jobs that have ended, the one that ended first first."""
+    async def ended(self, among: Sequence[str] | None = None) -> list[EndedJob]:
+        """Jobs that have ended, among these or of all, the one that ended first first."""
+        ids = among
+        if ids is None:
+            ids = [name.decode() for name in await self._redis.zunion([keys.jobs_with_status(s) for s in _TERMINAL])]
         async with self._redis.pipeline(transaction=False) as pipe:
-            for status in _TERMINAL:
-                pipe.zrange(keys.jobs_with_status(status), 0, -1)
-            ids = [job_id.decode() for row in await pipe.execute() for job_id in row]
             for job_id in ids:
                 pipe.hmget(keys.job(job_id), "ended_at", "desired", "archive")
             rows = await pipe.execute()

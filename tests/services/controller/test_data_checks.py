@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 
 from flowfleet.job.spec import parse_job
 from flowfleet.media.files import MediaLimits
-from services.controller.api.admission import MAX_LINES
+from services.controller.submission.data_checks import MAX_LINES
 from tests.services.controller.conftest import Api
 
 pytestmark = pytest.mark.anyio

@@ -12,10 +12,10 @@ from flowfleet.client.overview import JobRow
 from flowfleet.client.types import Job, JobStatus
 from flowfleet.errors import NotFound, Unavailable
 from flowfleet.process.traces import StepIds
-from services.controller.api import admission as checks
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
 from services.controller.store.records import Action, JobRecord
+from services.controller.submission import checks
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

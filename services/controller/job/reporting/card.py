@@ -17,7 +17,6 @@ MAX_TEXT = 160
 
 async def training_card(job: JobContext) -> str:
     """Recipe, curve, before and after, prompts, rewards and guards."""
-    record = await job.store.jobs.get(job.job_id)
     known = await job.store.history.validations(job.job_id)
     versions = [known[0].version, known[-1].version] if known else []
     shown = [await job.store.samples.page(job.job_id, purpose="validate", step=v, order="oldest", limit=MAX_PROMPTS)
@@ -28,7 +27,7 @@ async def training_card(job: JobContext) -> str:
         ("Held-out prompts, before and after", _prompts(*(records for records, _ in shown)) if shown else ()),
         ("Rewards", _rewards(rewards, [sample for records, _ in shown for sample in records])),
         ("Guards", _guards(job.spec, rewards, known)),
-        ("Recipe", _recipe(record.job_spec())),
+        ("Recipe", _recipe(job.submitted)),
     ]
     return "\n".join(line for title, lines in sections for line in _section(title, list(lines)))
 

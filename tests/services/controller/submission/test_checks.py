@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.job.spec import JobSpec
-from services.controller.api.admission import check, parse
-from services.controller.api.problems import InvalidJob
 from services.controller.fleet.directory import StaticDirectory
 from services.controller.limits import Limits
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
+from services.controller.submission.checks import check, parse
+from services.controller.submission.problems import InvalidJob
 
 DEFAULT: dict[str, Any] = JobSpec.model_validate(
     {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}

@@ -1,0 +1,73 @@
+"""Checks of a job's prompts and of the media that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.registry import ModelFamily
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.formats import format_of
+from flowfleet.prompts.hub import is_dataset
+from flowfleet.prompts.prompt import PICTURES, VIDEOS, Prompt, media_type
+from services.controller.prompts.conditions import ConditionShapes
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import NotAllowed, is_remote
+
+MAX_LINES = 20
+"""Lines of a data set that are named, of those that are wrong."""
+
+
+def read_prompts(sources: Sources, url: str, columns: Columns) -> list[Prompt]:
+    """Prompts of a file on this machine; none of what is remote, which is fetched when the job opens. Devices and
+    endless files are not opened. Raises OSError and ValueError."""
+    if is_remote(url):
+        sources.places.check(url)
+        if not is_dataset(url):
+            format_of(url, columns)
+        return []
+    if not sources.places.exists(url):
+        raise ValueError(f"there is no file {url!r}; give an absolute path or URL that the controller can read")
+    return sources.prompts(url, columns)
+
+
+def line_problems(
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
+) -> Iterator[str]:
+    media = (*prompt.images, *prompt.media)
+    if prompt.negative is not None and not spec.rollout.guidance.is_on:
+        yield (
+            f"{prompt.source}: its negative_prompt has no effect with rollout.guidance_scale = 1: raise that, or leave "
+            'the column out by data.ignore_columns = ["negative_prompt"]'
+        )
+    if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
+        yield from (f"{prompt.source}: {problem}" for problem in refused)
+        return
+    is_question = family is not None and family.takes_media and spec.writes_tokens
+    if family is not None and not is_question and bool(prompt.images) != family.takes_images:
+        wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
+        yield f"{prompt.source}: {family.title} {wish}"
+    elif not is_question and prompt.images and (problem := shapes.problem(prompt)):
+        yield f"{prompt.source}: {problem}"
+    for medium in media:
+        problem = "" if is_question else _type_problem(spec, medium, is_condition=medium in prompt.images)
+        if problem or not (is_remote(medium) or sources.places.is_file(medium)):
+            yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
+
+
+def _type_problem(spec: JobSpec, medium: str, *, is_condition: bool) -> str:
+    num_frames = spec.rollout.num_frames
+    if is_condition or num_frames == 1:
+        return "" if media_type(medium) in PICTURES.values() else f"{medium} is no picture: give {', '.join(PICTURES)}"
+    if media_type(medium) in VIDEOS.values():
+        return ""
+    return f"{medium} is no video, and rollout.num_frames = {num_frames}: give {', '.join(VIDEOS)}"
+
+
+def _refusal(sources: Sources, medium: str) -> NotAllowed | None:
+    """Why a job may not read a file or URL. What lies elsewhere is looked for when it is needed."""
+    try:
+        sources.places.check(medium)
+    except NotAllowed as error:
+        return error
+    return None
