@@ -42,6 +42,7 @@ WORKING_TTL_S: Final = 3 * 24 * 3600
 clock of up to a day."""
 _INLINE_HASH_BYTES: Final = 4 * 2**20  # a few ms: not worth a thread
 _SCAN_COUNT: Final = 1000
+_NAME_DIGITS: Final = 16
 
 _READS_AT_ONCE: Final = 32  # of a client: each takes a connection, and to make one costs more than to wait
 
@@ -56,8 +57,9 @@ class BlobStore(Protocol):
     def uri(self, key: str) -> str:
         """How references name this key, and how those of keys below it begin."""
 
-    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        """Stores `data`; without a TTL until deleted."""
+    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
+        """Stores `data`; without a TTL until deleted. `by_content`: under the key and the start of the digest, so that
+        other bytes never replace these."""
 
     async def get(self, ref: BlobRef) -> bytes:
         """NotFound when it is gone, DataLoss when size or hash differ."""
@@ -77,7 +79,7 @@ class SyncBlobs(Protocol):
 
     def uri(self, key: str) -> str: ...
 
-    def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef: ...
+    def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef: ...
 
     def get(self, ref: BlobRef) -> bytes: ...
 
@@ -128,6 +130,10 @@ def verify(ref: BlobRef, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     return data
 
 
+def _named(key: str, sha256: str, by_content: bool) -> str:
+    return f"{key}:{sha256[:_NAME_DIGITS]}" if by_content else key
+
+
 class _RedisLayout:
     """Which Redis keys hold a blob."""
 
@@ -137,8 +143,9 @@ class _RedisLayout:
     def uri(self, key: str) -> str:
         return f"redis:{key}"
 
-    def _ref(self, key: str, data: bytes) -> BlobRef:
-        return BlobRef(uri=self.uri(key), size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
+    def _ref(self, key: str, data: bytes, by_content: bool) -> BlobRef:
+        sha256 = digest(data, self._chunk_bytes)
+        return BlobRef(uri=self.uri(_named(key, sha256, by_content)), size_bytes=len(data), sha256=sha256)
 
     def _keys(self, ref: BlobRef) -> list[str]:
         if not ref.uri.startswith("redis:"):
@@ -166,8 +173,8 @@ class RedisBlobs(_RedisLayout):
         self._redis = client
         self._turn = _turns.setdefault(client, asyncio.Semaphore(_READS_AT_ONCE))
 
-    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        ref = await _offload(len(data), self._ref, key, data)
+    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
+        ref = await _offload(len(data), self._ref, key, data, by_content)
         for name, chunk in self._chunks(ref, data):
             await self._redis.set(name, chunk, ex=ttl_s)
         return ref
@@ -201,8 +208,8 @@ class SyncRedisBlobs(_RedisLayout):
         super().__init__(chunk_bytes)
         self._redis = client
 
-    def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        ref = self._ref(key, data)
+    def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
+        ref = self._ref(key, data, by_content)
         for name, chunk in self._chunks(ref, data):
             self._redis.set(name, chunk, ex=ttl_s)
         return ref
@@ -240,10 +247,11 @@ class FsspecBlobs:
     def uri(self, key: str) -> str:
         return f"{self._url}/{key.replace(':', '/')}"
 
-    def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        path = self._path(key.replace(":", "/"))
-        self._write(path, data)
-        return BlobRef(uri=self.uri(key), size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
+    def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
+        sha256 = digest(data, self._chunk_bytes)
+        key = _named(key, sha256, by_content)
+        self._write(self._path(key.replace(":", "/")), data)
+        return BlobRef(uri=self.uri(key), size_bytes=len(data), sha256=sha256)
 
     def get(self, ref: BlobRef) -> bytes:
         try:
@@ -293,8 +301,8 @@ class ThreadedBlobs:
         self._store = store
         self.uri = store.uri
 
-    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        return await asyncio.to_thread(self._store.put, key, data, ttl_s=ttl_s)
+    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
+        return await asyncio.to_thread(self._store.put, key, data, ttl_s=ttl_s, by_content=by_content)
 
     async def get(self, ref: BlobRef) -> bytes:
         return await asyncio.to_thread(self._store.get, ref)
@@ -317,9 +325,9 @@ class CountedBlobs:
         self.store, self.uri = store, store.uri
         self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
 
-    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
+    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
         with self._metrics.time("put", len(data)):
-            return await self.store.put(key, data, ttl_s=ttl_s)
+            return await self.store.put(key, data, ttl_s=ttl_s, by_content=by_content)
 
     async def get(self, ref: BlobRef) -> bytes:
         with self._metrics.time("get", ref.size_bytes):
@@ -334,9 +342,9 @@ class SyncCountedBlobs:
         self.store, self.uri = store, store.uri
         self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
 
-    def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
+    def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
         with self._metrics.time("put", len(data)):
-            return self.store.put(key, data, ttl_s=ttl_s)
+            return self.store.put(key, data, ttl_s=ttl_s, by_content=by_content)
 
     def get(self, ref: BlobRef) -> bytes:
         with self._metrics.time("get", ref.size_bytes):

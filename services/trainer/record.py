@@ -16,8 +16,8 @@ MAX_RESULTS = 1024
 
 @dataclass
 class Record:
-    applied: int = 0
-    """Steps in the weights; also their policy version."""
+    version: int = 0
+    """Version of the weights; `applied` in checkpoints."""
     skipped_updates: int = 0
     """Updates whose gradient was not finite, since the start of the job."""
     samples: int = 0
@@ -30,23 +30,23 @@ class Record:
     def add(self, request: trainer_pb2.TrainStepRequest, metrics: Mapping[str, float]) -> None:
         """A step was applied."""
         step = request.step
-        assert step == self.applied, f"step {step} was applied to version {self.applied}"
-        self.applied += 1
+        assert step == self.version, f"step {step} was applied to version {self.version}"
+        self.version += 1
         self.results[step] = dict(metrics)
         self.results.pop(step - MAX_RESULTS, None)
         lineage.extend(self.history, request)
         self.history.pop(step - MAX_RESULTS, None)
 
     def result(self, step: int) -> dict[str, float]:
-        """Result of a step below `applied`. Raises Conflict if it is too old to be kept."""
+        """Result of a step below `version`. Raises Conflict if it is too old to be kept."""
         if step not in self.results:
             raise Conflict(
-                f"step {step} was applied long ago and its result was deleted; the next step is {self.applied}"
+                f"step {step} was applied long ago and its result was deleted; the next step is {self.version}"
             )
         return self.results[step]
 
     def check_replay(self, request: trainer_pb2.TrainStepRequest) -> None:
-        """Raises Conflict where a step below `applied` was applied from another request: its result is of another
+        """Raises Conflict where a step below `version` was applied from another request: its result is of another
         history of the job."""
         repeated = lineage.follow(self.history, request)
         if repeated and self.history.get(request.step + 1, repeated) != repeated:
@@ -57,7 +57,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "applied": self.applied,
+            "applied": self.version,
             "skipped_updates": self.skipped_updates,
             "samples": self.samples,
             "results": {str(step): metrics for step, metrics in self.results.items()},
@@ -68,6 +68,6 @@ class Record:
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Raises KeyError, TypeError or ValueError when it is not a record."""
         results = {int(step): {name: float(value) for name, value in m.items()} for step, m in data["results"].items()}
-        counts = {name: int(data[name]) for name in ("applied", "skipped_updates", "samples")}
+        counts = {name: int(data[name]) for name in ("skipped_updates", "samples")}
         history = {int(version): str(lineage) for version, lineage in data.get("history", {}).items()}
-        return cls(results=results, history=history, **counts)
+        return cls(version=int(data["applied"]), results=results, history=history, **counts)

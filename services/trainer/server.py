@@ -78,7 +78,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.TrainerStatus(
             state=trainer_pb2.TRAINER_STATE_BUSY if self._runner.busy else state,
             job_id="" if job is None else job.job_id,
-            applied_steps=0 if job is None else job.record.applied,
+            applied_steps=0 if job is None else job.record.version,
             world_size=self._worker.ranks.world_size,
             incarnation=self._incarnation,
             device=str(self._worker.ranks.device),
@@ -88,7 +88,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def _train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         async with self._runner.turn():
             job = self._job(request.job_id)
-            applied = job.record.applied
+            applied = job.record.version
             if request.step < applied:
                 job.record.check_replay(request)
                 return step_response(job.record, request.step, replayed=True)

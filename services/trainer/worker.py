@@ -153,7 +153,7 @@ class Worker:
         with self.ranks.together():
             self.on_configured(self.job)
         return trainer_pb2.ConfigureResponse(
-            applied_steps=self.job.record.applied,
+            applied_steps=self.job.record.version,
             world_size=self.ranks.world_size,
             resumed_from=self.job.resumed_from,
             misfit=reason,
@@ -203,7 +203,7 @@ class Worker:
 
     def save(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         job = self._configured(request.job_id)
-        about = About(job.job_id, job.record.applied, request.card)
+        about = About(job.job_id, job.record.version, request.card)
         is_full, write = not job.engine.is_lora, None
         if not is_full or job.spec.schedule.save_full:
             write = partial(write_model, job.engine, about=about, as_pipeline=is_full)
@@ -211,11 +211,11 @@ class Worker:
         path = job.checkpoints.save(job.engine, job.record, write, model_bytes=size, keep=request.keep)
         if self.ranks.rank == 0 and job.spec.trains_on_gradients:
             release(job.checkpoints.directory, job.checkpoints.oldest)
-        return trainer_pb2.SaveCheckpointResponse(applied_steps=job.record.applied, path=str(path))
+        return trainer_pb2.SaveCheckpointResponse(applied_steps=job.record.version, path=str(path))
 
     def export(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
         job = self._configured(request.job_id)
-        about = About(job.job_id, job.record.applied, request.card)
+        about = About(job.job_id, job.record.version, request.card)
         path = export(job.engine, Path(request.directory), job.checkpoints.fence, about)
         return trainer_pb2.ExportModelResponse(path=str(path))
 
@@ -328,7 +328,7 @@ class Worker:
             record = checkpoints.load(engine, Path(name)) if name else Record()
             if not name and engine.spec.trainer.resume is not None:
                 checkpoints.start_from(engine, Path(engine.spec.trainer.resume))
-        log.info("configured at version %d", record.applied, extra={"job": request.job_id})
+        log.info("configured at version %d", record.version, extra={"job": request.job_id})
         reader = step_kind(engine.spec).reader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks, engine.adapter)
         return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
@@ -356,7 +356,6 @@ class Worker:
             "actor/skipped_updates_total": float(record.skipped_updates),
             "training/step_samples": float(len(request.samples)),
             "training/samples_total": float(record.samples),
-            "training/off_policy/trajectory_staleness/mean": sum(staleness) / len(staleness),
             "training/off_policy/trajectory_staleness/max": float(max(staleness)),
             "perf/update_samples_per_s": len(request.samples) / timings.seconds["update_actor"],
             "perf/peak_memory_gib": devices.peak_memory_bytes(self.ranks.device) / _GIB,
@@ -403,7 +402,7 @@ def _judge(request: trainer_pb2.ConfigureRequest) -> Callable[[Record], str]:
     """Says why a record does not go with the ledger; "" where it does."""
     if not request.HasField("ledger"):
         return lambda record: ""
-    return lambda record: misfit(record.applied, record.history, request.ledger)
+    return lambda record: misfit(record.version, record.history, request.ledger)
 
 
 def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.TrainStepResponse:

@@ -302,7 +302,7 @@ class JobDriver:
             await self._look_at_wishes()
             await self._look_at_memory()
             state = self.machine.state
-            if state.trainer_applied is not None and not await self.job.trainer.alive():
+            if state.trainer_version is not None and not await self.job.trainer.alive():
                 log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
                 await self._watch.ended()
                 if not await self.job.trainer.alive():  # else a call that broke has started the next one meanwhile
@@ -393,7 +393,7 @@ class JobDriver:
     def _reason(self) -> str:
         """Why a command keeps failing. Commands no longer wanted are forgotten, but not those that only wait for
         the trainer to be found again."""
-        if self._reasons and self.machine.state.trainer_applied is not None:
+        if self._reasons and self.machine.state.trainer_version is not None:
             wanted = self.machine.commands()
             self._reasons = {command: why for command, why in self._reasons.items() if command in wanted}
         return min(self._reasons.values(), default="")

@@ -21,10 +21,10 @@ class _Event(BaseModel):
 
 
 class TrainerReady(_Event):
-    """A trainer is configured and holds the weights after `applied` steps."""
+    """A trainer is configured and holds the weights of a version."""
 
     kind: Literal["trainer_ready"] = "trainer_ready"
-    applied: int
+    version: int
 
 
 class TrainerLost(_Event):

@@ -68,8 +68,8 @@ class State(BaseModel):
     steps_asked: int | None = None
     """What the user asked for then."""
 
-    trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
+    trainer_version: int | None = None  # volatile: of the live trainer's weights; none without a trainer
     behind: bool = False  # volatile: a live replica misses the published version
 
     def without_volatile(self) -> State:
-        return self.model_copy(update={"trainer_applied": None, "behind": False})
+        return self.model_copy(update={"trainer_version": None, "behind": False})

@@ -131,7 +131,7 @@ class Machine:
             case ev.TrainerReady():
                 self._on_trainer_ready(event)
             case ev.TrainerLost():
-                self.state.trainer_applied = None
+                self.state.trainer_version = None
             case ev.Rewound():
                 self._on_rewound(event)
             case ev.ReplicaBehind():
@@ -168,10 +168,10 @@ class Machine:
                 assert_never(event)
 
     def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
-        self.state.trainer_applied = event.applied
-        if event.applied < self.state.version:
+        self.state.trainer_version = event.version
+        if event.version < self.state.version:
             self.state.published = -1  # its replay may differ in rounding: replicas compare digests again
-            self.state.checkpointed = min(self.state.checkpointed, event.applied)  # newer ones are lost
+            self.state.checkpointed = min(self.state.checkpointed, event.version)  # newer ones are lost
 
     def _on_rewound(self, event: ev.Rewound) -> None:
         """Returns to `version`; samples of later steps, trained on or still held, count as dropped."""
@@ -238,8 +238,8 @@ class Machine:
             batch.ready, batch.ready_at, batch.num_chosen = True, event.at, event.num_samples
 
     def _on_trained(self, event: ev.Trained) -> None:
-        if self.state.trainer_applied is not None:
-            self.state.trainer_applied = max(self.state.trainer_applied, event.step + 1)
+        if self.state.trainer_version is not None:
+            self.state.trainer_version = max(self.state.trainer_version, event.step + 1)
         too_far = self.too_far(event)
         if event.step == self.state.version:
             batch = self.state.batches.pop(event.step)
@@ -294,24 +294,24 @@ class Machine:
         if self.finished or self.state.status is Status.PAUSED:
             return set()
         wanted: set[Command] = set()
-        if self.state.trainer_applied is None:
+        if self.state.trainer_version is None:
             wanted.add(EnsureTrainer())
         else:
-            wanted.update(self._trainer_commands(self.state.trainer_applied))
+            wanted.update(self._trainer_commands(self.state.trainer_version))
         for batch in self.state.batches.values():
             wanted.update(self._batch_commands(batch, most))
         if self._validation_due and self.state.evaluated == self.spec.averages:
             wanted.add(Validate(self.state.published))
         return wanted
 
-    def _trainer_commands(self, applied: int) -> Iterator[Command]:
+    def _trainer_commands(self, version: int) -> Iterator[Command]:
         """Replay, publish, checkpoint, train. An update waits for the validation of the version before: replicas that
         restart meanwhile can still be given that version."""
         state = self.state
-        if applied < state.version:
-            yield TrainStep(applied)
+        if version < state.version:
+            yield TrainStep(version)
             return
-        if applied == state.version:
+        if version == state.version:
             if state.behind or self._publish_due:
                 yield Publish(state.version, self._evaluated_next)
             if self._publish_due:
@@ -357,7 +357,7 @@ class Machine:
             return Phase.DONE
         if state.version == 0 and state.published < 0:
             return Phase.STARTING
-        if state.trainer_applied is not None and state.trainer_applied < state.version:
+        if state.trainer_version is not None and state.trainer_version < state.version:
             return Phase.TRAIN
         if self._publish_due:
             return Phase.PUBLISH

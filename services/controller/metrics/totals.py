@@ -43,7 +43,7 @@ class JobTotals:
         self.machine, self.active = machine, not machine.finished
         if (seen := _progress(machine)) != self.seen:
             self.seen, self.progress_at = seen, at
-        if machine.state.trainer_applied is not None:
+        if machine.state.trainer_version is not None:
             self.accelerator_s["trainer"] += machine.spec.trainer.world_size * elapsed_s
         rollouts = (r for r in replicas if (r.job_id, r.pool) == (self.job_id, machine.spec.rollout.pool))
         self.accelerator_s["rollout"] += num_devices(rollouts) * elapsed_s

@@ -9,7 +9,6 @@ its samples, and stay for their day as other samples' pictures do.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 
 from flowfleet.data.blobs import BlobStore
@@ -63,8 +62,7 @@ class Inputs:
 
     async def _store(self, kind: str, url: str) -> common_pb2.Media:
         data = await asyncio.to_thread(_read, self._sources, url)
-        key = keys.blob(self._job_id, kind, hashlib.sha256(data).hexdigest())
-        blob = await self._blobs.put(key, data, ttl_s=BLOB_TTL_S)
+        blob = await self._blobs.put(keys.blob(self._job_id, kind), data, ttl_s=BLOB_TTL_S, by_content=True)
         return common_pb2.Media(blob=blob, media_type=media_type(url))
 
 

@@ -16,8 +16,9 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
 
-SLICE = 256
 ALL_STEPS = sys.maxsize
+"""A version above that of any step: releasing before it releases all."""
+SLICE = 256
 """Samples that are handled in one go: the event loop serves others in between."""
 TRAINED = ("trajectory", "prompt_embeds", "negative_embeds")
 """Blobs that a training step reads."""

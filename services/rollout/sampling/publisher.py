@@ -8,7 +8,6 @@ samples have nothing to train on and go back to the caller alone.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,9 +126,8 @@ class Publisher:
         return await self._put(request.job_id, kind, (request.step, sample.group, sample.index), data)
 
     async def _put(self, job_id: str, kind: str, place: Sequence[int], data: bytes) -> BlobRef:
-        key = keys.blob(job_id, kind, *place, hashlib.sha256(data).hexdigest()[:16])
-        ttl_s = MEDIA_TTL_S if kind == "media" else WORKING_TTL_S
-        return await patiently(lambda: self._blobs.put(key, data, ttl_s=ttl_s))
+        key, ttl_s = keys.blob(job_id, kind, *place), MEDIA_TTL_S if kind == "media" else WORKING_TTL_S
+        return await patiently(lambda: self._blobs.put(key, data, ttl_s=ttl_s, by_content=True))
 
     async def _in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))

@@ -92,13 +92,13 @@ class Checkpoints:
         model_bytes: int = 0,
         keep: Collection[int] = (),
     ) -> Path:
-        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones, but not
+        """Collective. Writes the state of `record.version` unless it is there already; forgets the oldest ones, but not
         those of the steps `keep`. `write_model` adds the model, of about `model_bytes`.
 
         Raises Full while there is no room for it, and leaves nothing behind then.
         """
         ranks = engine.ranks
-        name = f"step-{record.applied:08d}"
+        name = f"step-{record.version:08d}"
         path = self.directory / name
         aside = self.directory / f".{name}.{ranks.broadcast(self.token.encode()).decode()}.partial"
         with ranks.together():
@@ -112,7 +112,7 @@ class Checkpoints:
         try:
             with ranks.together():
                 if ranks.rank == 0:
-                    self._clean(record.applied - 1)
+                    self._clean(record.version - 1)
                     self._make_room(needed)
                     aside.mkdir(parents=True)
                     self.fence.check()  # after it, so that whoever takes over sees the folder or is seen
@@ -246,7 +246,7 @@ class Checkpoints:
             _sync(file)
         self.fence.put(aside, path)
         _sync(self.directory)
-        self._clean(record.applied)
+        self._clean(record.version)
 
     def _forget(self, keep: Collection[int]) -> None:
         for old in self._paths()[self.keep_last :]:

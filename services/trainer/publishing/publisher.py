@@ -118,9 +118,9 @@ async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> li
 
 
 def _check_version(job: Job, request: PublishWeightsRequest) -> None:
-    if request.version != job.record.applied:
+    if request.version != job.record.version:
         raise Conflict(
-            f"version {request.version} cannot be published: this trainer holds version {job.record.applied}"
+            f"version {request.version} cannot be published: this trainer holds version {job.record.version}"
         )
 
 

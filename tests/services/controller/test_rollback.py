@@ -58,7 +58,7 @@ class RollingWorld(World):
             self.roll_back()
         else:
             super().mishap()
-            if self.machine.state.trainer_applied is None:  # it may have died: it has its newest checkpoint again
+            if self.machine.state.trainer_version is None:  # it may have died: it has its newest checkpoint again
                 self.resume(max(self.saves))
 
     def roll_back(self) -> None:
@@ -141,7 +141,7 @@ class RollingWorld(World):
             fitting = [saved for saved, lineage in self.saves.items() if not misfit(saved, lineage, ledger)]
             self.resume(max(fitting))
             self.saves = {saved: lineage for saved, lineage in self.saves.items() if saved <= self.applied}
-        self.emit(ev.TrainerReady(applied=self.applied))
+        self.emit(ev.TrainerReady(version=self.applied))
 
     def train(self, step: int) -> None:
         request = self.stored()[step]

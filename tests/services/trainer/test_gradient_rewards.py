@@ -223,11 +223,11 @@ def test_a_reward_that_is_gone_changes_nothing_and_is_named(
     nowhere = worker.train(drawn(drawer, files, 0, ""))
     assert nowhere.reward_failure == "rewards.judge: service 'judge' has no replica that is ready"
     assert worker.job is not None
-    assert worker.job.record.applied == 0
+    assert worker.job.record.version == 0
     assert all(torch.equal(trained_of(worker)[name], tensor) for name, tensor in before.items())
     with served() as reward:
         assert not worker.train(drawn(drawer, files, 0, reward.address)).reward_failure
-    assert worker.job.record.applied == 1
+    assert worker.job.record.version == 1
 
 
 class Plain(Known):
@@ -370,10 +370,10 @@ def test_a_disk_that_takes_no_gradients_is_told_as_what_it_is(
             Unavailable, match=r"cannot keep the gradients of the step's rewards in .*: repair that disk"
         ):
             worker.train(request)
-        assert worker.job.record.applied == 0
+        assert worker.job.record.version == 0
         folder.unlink()
         assert not worker.train(request).reward_failure
-    assert worker.job.record.applied == 1
+    assert worker.job.record.version == 1
 
 
 def test_a_full_disk_keeps_no_gradient_and_nothing_half_written(tmp_path: Path) -> None:

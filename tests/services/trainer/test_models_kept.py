@@ -126,7 +126,7 @@ def test_a_damaged_model_is_a_damaged_checkpoint(
     damage.flip(adapter, adapter.stat().st_size - 5)
     resumed = make_worker(spec, ranks, files, tmp_path)
     assert resumed.job is not None
-    assert resumed.job.record.applied == 0
+    assert resumed.job.record.version == 0
     (aside,) = kept_aside(tmp_path / "checkpoints")
     assert "model/adapter_model.safetensors has the digest" in aside.reason
 
@@ -215,7 +215,7 @@ def test_another_job_goes_on_from_a_checkpoint_with_all_that_it_holds(
     spec = make_spec(tiny_qwen_image, **parts)
     second = make_worker(spec, ranks, files, tmp_path / "second")
     assert second.job is not None
-    assert second.job.record.applied == 0
+    assert second.job.record.version == 0
     here, there = (held_by(worker) for worker in (first, second))
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
@@ -225,7 +225,7 @@ def test_another_job_goes_on_from_a_checkpoint_with_all_that_it_holds(
     shutil.rmtree(origin)
     third = make_worker(spec, ranks, files, tmp_path / "second")
     assert third.job is not None
-    assert third.job.record.applied == 1
+    assert third.job.record.version == 1
     assert all(torch.equal(trained_of(third)[name], tensor) for name, tensor in trained_of(second).items())
 
 

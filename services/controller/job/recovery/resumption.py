@@ -14,13 +14,13 @@ async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) ->
     for aside in configured.set_aside:
         data = {"step": aside.step, "path": aside.path, "reason": aside.reason}
         await job.store.events.append(job.job_id, "checkpoint_set_aside", data, once=aside.path)
-    applied, version = configured.applied_steps, job.machine.state.version
-    if applied >= version:
-        return ev.TrainerReady(applied=applied)
-    await job.store.history.forget_checkpoints(job.job_id, above=applied)
-    if await job.refs.has_request(applied):
-        return ev.TrainerReady(applied=applied)
+    version, ledger_version = configured.applied_steps, job.machine.state.version
+    if version >= ledger_version:
+        return ev.TrainerReady(version=version)
+    await job.store.history.forget_checkpoints(job.job_id, above=version)
+    if await job.refs.has_request(version):
+        return ev.TrainerReady(version=version)
     await job.refs.release_before(ALL_STEPS)
-    reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are repeated"
-    await job.store.events.append(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
-    return ev.Rewound(version=applied, samples=configured.samples)
+    reason = f"no checkpoint is left that covers steps {version} to {ledger_version - 1}: they are repeated"
+    await job.store.events.append(job.job_id, "rewound", {"version": version, "from": ledger_version, "reason": reason})
+    return ev.Rewound(version=version, samples=configured.samples)

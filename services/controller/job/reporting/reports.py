@@ -182,16 +182,16 @@ class Reports:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""
         return self._job.spec.trainer.world_size + self._job.pool.num_devices
 
-    async def _progress(self, done: int, batch: Batch, reward: float | None) -> None:
+    async def _progress(self, version: int, batch: Batch, reward: float | None) -> None:
         job, recent = self._job, statistics.median(self._durations)
         state = job.machine.state
         await job.store.jobs.update_progress(
             job.job_id,
-            step=done,
+            step=version,
             reward=reward,
-            policy_version=done,
+            policy_version=version,
             images_per_second=batch.count("scored") / recent,
-            eta_s=recent * (job.machine.steps - done),
+            eta_s=recent * (job.machine.steps - version),
             samples_trained=state.samples_trained + batch.num_trained,
             samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
         )

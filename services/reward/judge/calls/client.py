@@ -61,7 +61,7 @@ class JudgeClient:
         return answer
 
     def keep(self, request: ChatRequest, answer: Answer) -> None:
-        """Keeps the connection for the next call."""
+        """Caches an answer for the next such request."""
         self._cache.put(request.key, answer)
 
     async def ask(self, request: ChatRequest) -> Answer:

@@ -102,7 +102,7 @@ class World:
         state = self.machine.state
         match command:
             case EnsureTrainer():
-                self.emit(ev.TrainerReady(applied=self.applied))
+                self.emit(ev.TrainerReady(version=self.applied))
             case Publish(version, evaluated):
                 if self.applied == version:
                     self.served, self.serves_evaluated = version, evaluated
@@ -199,7 +199,7 @@ def test_one_step_in_order() -> None:
     """The textbook case: which command follows which event."""
     machine = Machine(make_spec(schedule={"steps": 1, "validate_every": 1}))
     assert machine.commands() == {EnsureTrainer()}
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     assert machine.commands() == {Publish(0)}
     machine.apply(ev.Published(version=0))
     assert machine.state.status is Status.RUNNING
@@ -283,7 +283,7 @@ def test_without_an_average_each_version_is_published_once(seed: int, staleness:
 
 def test_an_average_is_published_for_its_validation_alone() -> None:
     machine = Machine(averaged(steps=4, validate_every=2, max_staleness=1))
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     assert machine.commands() == {Publish(0, evaluated=True)}
     machine.apply(ev.Published(version=0, evaluated=True))
     assert (machine.commands(), machine.phase) == ({Validate(0)}, Phase.VALIDATE)
@@ -309,7 +309,7 @@ def test_an_average_without_held_out_prompts_is_not_published() -> None:
 def test_a_ledger_from_before_there_were_averages_is_read() -> None:
     """A DiffusionNFT job has one by default: its version is published again, and nothing is lost."""
     machine = Machine(averaged(steps=3))
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     machine.apply(event_from_json(b'{"kind": "published", "version": 0}'))
     machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
     assert machine.state.batches[0].count("sampled") == 1
@@ -453,7 +453,7 @@ def test_a_restarted_trainer_replays_then_publishes_again() -> None:
     machine.apply(ev.Published(version=1))
     machine.apply(ev.TrainerLost())
     assert EnsureTrainer() in machine.commands()
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     assert TrainStep(0) in machine.commands()
     assert not any(isinstance(command, Publish) for command in machine.commands())
     machine.apply(ev.Trained(step=0))
@@ -466,7 +466,7 @@ def test_a_trainer_ahead_of_the_controller_is_asked_for_its_record() -> None:
     machine = ready(make_spec())
     score_step(machine, 0)
     machine.apply(ev.AdvantagesReady(step=0))
-    machine.apply(ev.TrainerReady(applied=1))
+    machine.apply(ev.TrainerReady(version=1))
     assert TrainStep(0) in machine.commands()
 
 
@@ -503,7 +503,7 @@ def test_cancel_and_failure_end_everything() -> None:
 def ready(spec: JobSpec, *, validate: bool = True) -> Machine:
     """A machine whose step 0 may be sampled."""
     machine = Machine(spec)
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     machine.apply(ev.Published(version=0))
     if validate:
         machine.apply(ev.Validated(version=0, reward=0.5))
@@ -576,7 +576,7 @@ def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit(
     assert 'rollout.quantization = "none"' in machine.state.reason
     again = Machine(machine.spec, State.model_validate_json(machine.state.model_dump_json()))  # a new controller
     assert again.commands() == set()
-    again.apply(ev.TrainerReady(applied=1))
+    again.apply(ev.TrainerReady(version=1))
     again.apply(ev.ResumeRequested())
     assert (again.state.status, again.state.reason) == (Status.RUNNING, "")
     assert again.commands() == {Publish(1)}

@@ -31,7 +31,7 @@ def facts(machine: Machine, command: Command, name: str) -> list[ev.Event]:
         case Publish(version, evaluated):
             return [event(version=version, evaluated=evaluated)]
         case _:
-            return [event(**{"applied": 0, "reward": None} | vars(command))]
+            return [event(**{"version": 0, "reward": None} | vars(command))]
 
 
 def test_table_has_every_command_in_the_machine_s_order() -> None:

@@ -164,7 +164,7 @@ def ready(setting: str, limit: float | None) -> Machine:
     schedule = {"steps": 3, "validate_every": 1, setting: limit}
     rewards = {"ocr": {}, "judge": {"weight": 0.0}}
     machine = Machine(make_spec(schedule=schedule, rewards=rewards))
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     machine.apply(ev.Published(version=0))
     machine.apply(ev.Validated(version=0, reward=0.5))
     return machine

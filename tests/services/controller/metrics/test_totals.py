@@ -31,7 +31,7 @@ def spec(pool: str = "default", **schedule: int) -> JobSpec:
 def running(pool: str = "default", **schedule: int) -> Machine:
     """A job whose first weights are published, at time 10."""
     machine = Machine(spec(pool, **schedule))
-    machine.apply(ev.TrainerReady(at=10.0, applied=0))
+    machine.apply(ev.TrainerReady(at=10.0, version=0))
     machine.apply(ev.Published(at=10.0, version=0))
     return machine
 
@@ -201,7 +201,7 @@ def test_every_series_is_described_with_its_labels() -> None:
 
 def test_seconds_of_accelerators_are_given_once() -> None:
     totals, machine = Totals(), running()
-    machine.state.trainer_applied = 0
+    machine.state.trainer_version = 0
     totals.look({"a": machine}, [SERVING], at=0.0, elapsed_s=2.0)
     ranks = machine.spec.trainer.world_size
     assert totals.new_seconds()["a"]["trainer"] == 2.0 * ranks

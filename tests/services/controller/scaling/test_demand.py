@@ -50,7 +50,7 @@ def record_of(
 def started(spec: JobSpec) -> Machine:
     """A job whose first version is published and validated: all samples of its first step are wanted."""
     machine = Machine(spec)
-    for event in (ev.TrainerReady(applied=0), ev.Published(version=0), ev.Validated(version=0, reward=0.5)):
+    for event in (ev.TrainerReady(version=0), ev.Published(version=0), ev.Validated(version=0, reward=0.5)):
         machine.apply(event)
     return machine
 
@@ -110,7 +110,7 @@ def test_replicas_follow_the_samples_that_are_wanted_through_a_step() -> None:
 
 def test_held_out_prompts_are_work_while_they_are_validated() -> None:
     machine = Machine(spec_of())
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     before = asked_of(machine, 1000)["rollout", "default"]
     machine.apply(ev.Published(version=0))
     during = asked_of(machine, 1000)["rollout", "default"]
@@ -124,7 +124,7 @@ def test_every_sample_of_a_held_out_prompt_is_work() -> None:
     spec = spec_of()
     several = spec.schedule.model_copy(update={"validation_samples": 5})
     machine = Machine(spec.model_copy(update={"schedule": several}))
-    for event in (ev.TrainerReady(applied=0), ev.Published(version=0)):
+    for event in (ev.TrainerReady(version=0), ev.Published(version=0)):
         machine.apply(event)
     work = work_of(record_of(machine.spec), machine, 7)
     batches = math.ceil(7 / (spec.rollout.batch_size // 5))
@@ -150,7 +150,7 @@ def test_a_lost_trainer_does_not_take_the_replicas_away() -> None:
     machine = started(spec_of(prompts_per_step=16))
     before = asked_of(machine)
     machine.apply(ev.TrainerLost())
-    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.TrainerReady(version=0))
     assert asked_of(machine) == before
 
 
@@ -199,7 +199,7 @@ def test_more_work_never_wants_fewer_replicas(work: Work, samples: int, unscored
 def test_through_any_history_there_is_a_replica_while_the_job_runs(data: st.DataObject) -> None:
     machine = Machine(spec_of())
     event = st.one_of(
-        st.just(ev.TrainerReady(applied=0)),
+        st.just(ev.TrainerReady(version=0)),
         st.just(ev.TrainerLost()),
         st.just(ev.Published(version=0)),
         st.just(ev.ReplicaBehind()),

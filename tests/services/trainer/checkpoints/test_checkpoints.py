@@ -55,7 +55,7 @@ def write(directory: Path, *versions: int, advantage: float = 1.0) -> Checkpoint
 def going_with(version: int) -> Callable[[Record], str]:
     """A ledger that knows the lineage of its version."""
     ledger = trainer_pb2.LedgerPosition(version=version, latest=version, history=record(version).history)
-    return lambda found: misfit(found.applied, found.history, ledger)
+    return lambda found: misfit(found.version, found.history, ledger)
 
 
 def names(directory: Path) -> list[str]:
@@ -97,7 +97,7 @@ def test_a_replayed_step_is_answered_only_for_the_request_that_was_applied() -> 
     kept.check_replay(request(1))
     with pytest.raises(Conflict, match="another request"):
         kept.check_replay(request(1, advantage=2.0))
-    Record(applied=3).check_replay(request(1))  # from a checkpoint that is older than lineages
+    Record(version=3).check_replay(request(1))  # from a checkpoint that is older than lineages
 
 
 def test_two_trainers_of_a_job_write_aside_under_other_names(tmp_path: Path) -> None:

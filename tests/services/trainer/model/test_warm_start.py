@@ -68,7 +68,7 @@ def test_a_job_starts_from_what_another_left(
     worker = make_worker(start_from(job / place, tiny_qwen_image), ranks, files, tmp_path)
     assert_equal(trained_of(worker), load_file(job / "trained.safetensors"))
     assert worker.job is not None
-    assert worker.job.record.applied == 0  # a job of its own
+    assert worker.job.record.version == 0  # a job of its own
     assert engine_of(worker).optimizer.num_steps() == {"transformer": 0}
 
 

@@ -216,7 +216,7 @@ async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline, attempt: by_name[replica.replica_id])
     monkeypatch.setattr(Broadcaster, "backend", lambda self, clients: "nccl")
     engine = SimpleNamespace(buckets=[], is_lora=True)
-    record = SimpleNamespace(applied=3)
+    record = SimpleNamespace(version=3)
     checkpoints = SimpleNamespace(fence=SimpleNamespace(attempt=1))
     fleet.worker.job = SimpleNamespace(
         job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record, checkpoints=checkpoints

@@ -82,7 +82,7 @@ def test_checkpoints_keep_the_last_and_skip_the_broken(
     (directory / ".step-00000004.partial").mkdir()
     resumed = make_worker(spec, ranks, files, tmp_path)
     assert resumed.job is not None
-    assert resumed.job.record.applied == 2
+    assert resumed.job.record.version == 2
     resumed.train(drawer.draw(files, 2))
     assert state_of(resumed).keys() == state_of(worker).keys()
     assert weights.tensor_hashes(state_of(resumed).items()) == weights.tensor_hashes(state_of(worker).items())
