@@ -1,8 +1,8 @@
 """From a generated batch to blobs, the job's stream and finished `Sample` messages.
 
 A blob's key carries the hash of its content, so a sample made twice never changes what an earlier reference points to.
-A training sample is appended to the job's trajectory stream once all its blobs are stored; previews and validation
-samples have nothing to train on and go back to the caller alone.
+A training sample is appended to the job's trajectory stream once all its blobs are stored, and its caller gets its id;
+previews and validation samples have nothing to train on and go back to the caller alone.
 """
 
 from __future__ import annotations

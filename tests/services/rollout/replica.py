@@ -24,6 +24,7 @@ from flowfleet.rpc.endpoint import open_channel
 from flowfleet.weights import lora, weights
 from flowfleet.weights.transfer import TransferMember, TransferStore
 from tests.services.rollout.conftest import PROMPTS
+from tests.streamed import streamed
 
 TIMEOUT_S = 60.0
 
@@ -86,7 +87,12 @@ class Client:
         return await self.call("GetStatus", rollout_pb2.GetRolloutStatusRequest())
 
     async def generate(self, request: rollout_pb2.GenerateRequest) -> list[common_pb2.Sample]:
-        return [event.sample async for event in self.stub.Generate(request, timeout=TIMEOUT_S)]
+        """The samples, those to train on from the job's stream."""
+        told = [event.sample async for event in self.stub.Generate(request, timeout=TIMEOUT_S)]
+        if request.purpose != common_pb2.PURPOSE_TRAIN:
+            return told
+        assert all(sample == common_pb2.Sample(id=sample.id) for sample in told)
+        return streamed(told, await self.redis.xrange(keys.trajectories(request.job_id)))
 
     async def refusal(self, call: Any) -> tuple[grpc.StatusCode, str]:
         """Code and message of a call that must fail."""

@@ -13,7 +13,8 @@ async def draw(
     job: JobContext, request: rollout_pb2.GenerateRequest, prompts: Sequence[Prompt], oldest: int, newest: int
 ) -> list[common_pb2.Sample]:
     """Samples a request on one replica that serves a version from `oldest` to `newest`. Returns what it reported, by
-    group and index. Sets version, digest and condition images. `prompts`: one for each of its groups."""
+    group and index; of training samples the ids. Sets version, digest and condition images. `prompts`: one for each of
+    its groups."""
     rows = sum(len(group.indices) for group in request.groups)
     async with job.pool.replica(oldest, newest, rows, evaluated=request.evaluated) as replica:
         request.policy_version, request.weights_digest = replica.version or 0, replica.digest

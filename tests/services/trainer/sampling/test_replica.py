@@ -19,6 +19,7 @@ from flowfleet.redis import keys
 from flowfleet.seeds import sample_seed
 from tests.services.trainer.processes import CALL_TIMEOUT_S, Launch, Trainer
 from tests.services.trainer.steps import JOB, PROMPTS, Drawer, make_spec
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +40,9 @@ def publish(trainer: Trainer, version: int, replica: ReplicaRecord) -> trainer_p
     return response
 
 
-def generate(spec: JobSpec, replica: ReplicaRecord, step: int, groups: Sequence[int]) -> list[common_pb2.Sample]:
+def generate(
+    redis_url: str, spec: JobSpec, replica: ReplicaRecord, step: int, groups: Sequence[int]
+) -> list[common_pb2.Sample]:
     """What the controller asks for, in the batches that a `Drawer` has."""
     rollout = spec.rollout
     request = rollout_pb2.GenerateRequest(
@@ -63,12 +66,14 @@ def generate(spec: JobSpec, replica: ReplicaRecord, step: int, groups: Sequence[
         ],
     )
     stub: Any = rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(replica.address))
-    return [event.sample for event in stub.Generate(request, timeout=CALL_TIMEOUT_S)]
+    told = [event.sample for event in stub.Generate(request, timeout=CALL_TIMEOUT_S)]
+    with redis_client.connect_sync(redis_url) as client:
+        return streamed(told, client.xrange(keys.trajectories(JOB)))
 
 
-def draw(spec: JobSpec, replica: ReplicaRecord, step: int) -> trainer_pb2.TrainStepRequest:
+def draw(redis_url: str, spec: JobSpec, replica: ReplicaRecord, step: int) -> trainer_pb2.TrainStepRequest:
     """Draws by the replica what `Drawer.draw` draws."""
-    samples = [sample for groups in ([0, 1], [2]) for sample in generate(spec, replica, step, groups)]
+    samples = [sample for groups in ([0, 1], [2]) for sample in generate(redis_url, spec, replica, step, groups)]
     request = trainer_pb2.TrainStepRequest(job_id=JOB, step=step)
     for number, sample in enumerate(sorted(samples, key=lambda s: (s.id.group, s.id.index))):
         advantage = (1.0 if number % 2 else -1.0) * (1 + sample.id.group / 2)
@@ -94,15 +99,15 @@ def test_a_rank_samples_what_it_trains_on(
     assert replicas(redis_url)[0].digest == digest
     client = redis_client.connect_sync(redis_url)
     assert not list(client.scan_iter(match=keys.blob(JOB, "adapter") + "*")), "nothing is published by a blob"
-    assert hashes(draw(spec, replica, 0)) == hashes(Drawer(spec).draw(blobs, 0))
+    assert hashes(draw(redis_url, spec, replica, 0)) == hashes(Drawer(spec).draw(blobs, 0))
     for step in range(2):
-        request = draw(spec, replica, step)
+        request = draw(redis_url, spec, replica, step)
         done = trainer.train(request)
         assert done.metrics["rollout_corr/exact"] == 1.0
         with pytest.raises(grpc.RpcError, match=f"serves version {step} of job {JOB}, not version {step + 1}"):
-            draw(spec, replica, step + 1)  # the update was not published yet
+            draw(redis_url, spec, replica, step + 1)  # the update was not published yet
         digest = publish(trainer, step + 1, replica).weights_digest
-    expected = hashes(draw(spec, replica, 2))
+    expected = hashes(draw(redis_url, spec, replica, 2))
     trainer.save()
     trainer.kill()
 
@@ -111,8 +116,8 @@ def test_a_rank_samples_what_it_trains_on(
     (again,) = replicas(redis_url)
     assert again.incarnation != replica.incarnation
     with pytest.raises(grpc.RpcError, match="has no verified weights"):
-        draw(spec, again, 2)
+        draw(redis_url, spec, again, 2)
     assert publish(resumed, 2, again).weights_digest == digest
-    assert hashes(draw(spec, again, 2)) == expected
+    assert hashes(draw(redis_url, spec, again, 2)) == expected
     assert resumed.end() == 0
     assert replicas(redis_url) == []
