@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 SampleStatus = Literal["wanted", "sampled", "scored", "dropped"]
 
@@ -63,6 +63,8 @@ class Batch(BaseModel):
     """The samples of one step: group → index → sample. Counts them by status as they change, so that no question below
     looks at every sample."""
 
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
     step: int
     groups: dict[int, dict[int, SampleState]]
     refills: dict[int, int] = {}
@@ -70,6 +72,9 @@ class Batch(BaseModel):
     """Its TrainStep request is stored."""
     num_chosen: int | None = None
     """Samples in that request; none: all that have a score."""
+    figures: dict[str, float] = {}
+    spread: dict[str, dict[str, Any]] = {}
+    """Metrics and histograms of its rewards and advantages, as of that request."""
     opened_at: float
     sampled_at: float | None = None
     scored_at: float | None = None

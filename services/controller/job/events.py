@@ -7,7 +7,7 @@ state.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -15,7 +15,7 @@ from flowfleet.rewards.changes import RewardSet
 
 
 class _Event(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     at: float = 0.0
 
@@ -102,6 +102,10 @@ class AdvantagesReady(_Event):
     step: int
     num_samples: int | None = None
     """Samples that it holds; none, in ledgers from before it was kept: all that have a score."""
+    figures: dict[str, float] = {}
+    """Metrics of the step's rewards and advantages; none in ledgers from before they were kept."""
+    spread: dict[str, dict[str, Any]] = {}
+    """Histograms of them."""
 
 
 class Trained(_Event):

@@ -236,6 +236,7 @@ class Machine:
         batch = self.state.batches.get(event.step)
         if batch is not None:
             batch.ready, batch.ready_at, batch.num_chosen = True, event.at, event.num_samples
+            batch.figures, batch.spread = event.figures, event.spread
 
     def _on_trained(self, event: ev.Trained) -> None:
         if self.state.trainer_version is not None:

@@ -36,10 +36,10 @@ from services.controller.fleet.replicas import Replica
 from services.controller.job import events as ev
 from services.controller.job import requests
 from services.controller.job.context import JobContext
-from services.controller.job.credit import credits_of
 from services.controller.job.recovery.position import ledger_position
 from services.controller.job.recovery.resumption import resumed
 from services.controller.job.reporting.card import training_card
+from services.controller.job.reporting.figures import weighed
 from services.controller.job.sampling.drawing import draw
 from services.controller.job.sampling.previews import Previews
 from services.controller.job.sampling.validation import Validation
@@ -166,16 +166,16 @@ class TrainingStep:
         any score gives an empty request too, and pauses the job."""
         job = self.job
         batch, rewards = job.machine.state.batches[step], job.machine.training_rewards_at(step)
-        scored = await asyncio.to_thread(batch.scored)
-        credits = (await asyncio.to_thread(credits_of, job.spec, rewards, step, scored))[0] if scored else []
+        credits, figures, spread = await asyncio.to_thread(weighed, job.spec, rewards, batch)
         request = await requests.train_step(job, step, credits)
-        facts: list[ev.Event] = [ev.AdvantagesReady(step=step, num_samples=len(credits))]
-        if not scored:
+        ready = ev.AdvantagesReady(step=step, num_samples=len(credits), figures=figures, spread=spread)
+        facts: list[ev.Event] = [ready]
+        if is_empty := not batch.has("scored"):
             facts.append(ev.PauseRequested(reason=_nothing_to_learn(step)))
 
         async def also(pipe: Any) -> None:
             await job.refs.put_request(request, pipe)
-            if not scored:
+            if is_empty:
                 await job.store.jobs.hold(job.job_id, pipe)
 
         await job.emit(*facts, also=also)

@@ -10,14 +10,11 @@ import contextlib
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
-from typing import Any
 
-from flowfleet.algorithms.advantages import AdvantageStats
 from flowfleet.client.types import Checkpoint
-from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.image_stats import ImageStats, image_stats
 from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics
@@ -25,22 +22,17 @@ from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job import validation_limits
-from services.controller.job.batch import Batch, Scored, with_dropped
+from services.controller.job.batch import Batch, with_dropped
 from services.controller.job.context import JobCore
-from services.controller.job.credit import credits_of, left_out_reason
-from services.controller.job.reporting.distributions import histograms
+from services.controller.job.credit import left_out_reason
 from services.controller.job.reporting.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
-from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.job_rewards import SampleScore
 from services.controller.rewards.rows import source_rows
 from services.controller.store.credits import Trained
 from services.controller.store.records import SampleRecord, Validation
 
 RECENT_STEPS = 20
-_NAN = float("nan")
-NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN)
-"""Statistics of a step without a scored sample."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +92,10 @@ class Reports:
         batch, now = state.batches[step], steady_time()
         duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
         self._durations.append(duration)
-        num_scored, rewards = batch.count("scored"), job.machine.training_rewards_at(step)
-        figures, spread = await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch)
+        num_scored = batch.count("scored")
         row = {
             **result.metrics,
-            **figures,
+            **batch.figures,
             **_timings(batch, now, duration),
             **self._publish,
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
@@ -114,10 +105,10 @@ class Reports:
         }
         await job.store.history.put_metrics(job.job_id, step, row)
         await asyncio.to_thread(self._file.append, "step", step, row)
-        await job.store.events.append(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
+        await job.store.events.append(job.job_id, "trained", {"step": step, **batch.spread}, once=f"trained-{step}")
         self._metrics.observe(job.job_id, row)
         await job.store.credits.put(job.job_id, step, _trained(request, result))
-        reward = row["critic/rewards/mean"] if num_scored else None
+        reward = row.get("critic/rewards/mean") if num_scored else None
         await job.store.lists.add_point(job.job_id, step, reward)
         await self._progress(step + 1, batch, reward)
 
@@ -213,48 +204,6 @@ def best_steps(saved: Collection[int], validations: Sequence[Validation], number
     return [step for _, step in sorted(known, reverse=True)[:number]]
 
 
-def _reward_metrics(
-    spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and histograms over all samples of a step. Samples may be many, so this runs in a thread."""
-    scored = batch.scored()
-    watched = rewards if spec.method.data == "prompts" else {}
-    names = [source.name for source in spec.data.each]
-    mixture = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(batch.step).tolist()
-    credits, stats = credits_of(spec, rewards, batch.step, scored) if scored else ([], NO_STATS)
-    figures = {
-        **_advantage_metrics(stats),
-        **source_rows(
-            "critic",
-            spec.data,
-            watched,
-            [sample.scores for sample in scored],
-            [sample.score for sample in scored],
-            [names[mixture[sample.group]] for sample in scored],
-        ),
-        **_kl_metrics(spec, scored),
-        "training/off_policy/trajectory_staleness/mean": _staleness(batch),
-    }
-    columns = {"rewards": [one.score for one in scored], "advantages": [one.advantage for one in credits]}
-    return figures, histograms(columns)
-
-
-def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:
-    names = {
-        "reward_mean": "critic/rewards/mean",
-        "reward_max": "critic/rewards/max",
-        "reward_min": "critic/rewards/min",
-        "std_mean": "critic/rewards/std_mean",
-        "zero_std_ratio": "critic/rewards/zero_std_ratio",
-        "group_size": "critic/rewards/group_size",
-        "advantage_mean": "critic/advantages/mean",
-        "advantage_max": "critic/advantages/max",
-        "advantage_min": "critic/advantages/min",
-    }
-    values = asdict(stats)
-    return {name: float(values[key]) for key, name in names.items()}
-
-
 def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
     """Seconds of a step by phase; `reward` is what scoring adds after the last sample is in."""
     sampled = batch.sampled_at or batch.opened_at
@@ -268,17 +217,6 @@ def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
         "timing_s/step": duration,
         "timing_per_image_ms/step": 1000 * duration / max(1, batch.count("scored")),
     }
-
-
-def _kl_metrics(spec: JobSpec, scored: Sequence[Scored]) -> dict[str, float]:
-    if not spec.algorithm.kl_reward or not scored:
-        return {}
-    return {"critic/reference_kl/mean": _mean([sample.reference_kl for sample in scored])}
-
-
-def _staleness(batch: Batch) -> float:
-    versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
-    return _mean([batch.step - version for version in versions if version is not None])
 
 
 def _image_stats(media: Sequence[tuple[bytes, str]]) -> list[ImageStats]:

@@ -1,0 +1,78 @@
+"""Figures of a step's rewards and advantages, made once with its request to the trainer. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from flowfleet.algorithms.advantages import AdvantageStats
+from flowfleet.job.spec import JobSpec, RewardPart
+from services.controller.job.batch import Batch, Scored
+from services.controller.job.credit import Credit, credits_of
+from services.controller.job.reporting.distributions import histograms
+from services.controller.prompts.mixture import Mixture
+from services.controller.rewards.rows import source_rows
+
+_NAN = float("nan")
+NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN)
+"""Statistics of a step without a scored sample."""
+
+
+def weighed(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch
+) -> tuple[list[Credit], dict[str, float], dict[str, dict[str, Any]]]:
+    """What a step trains on, and metrics and histograms over all its samples. Samples may be many: call it in a
+    thread."""
+    scored = batch.scored()
+    watched = rewards if spec.method.data == "prompts" else {}
+    names = [source.name for source in spec.data.each]
+    mixture = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(batch.step).tolist()
+    credits, stats = credits_of(spec, rewards, batch.step, scored) if scored else ([], NO_STATS)
+    figures = {
+        **_advantage_metrics(stats),
+        **source_rows(
+            "critic",
+            spec.data,
+            watched,
+            [sample.scores for sample in scored],
+            [sample.score for sample in scored],
+            [names[mixture[sample.group]] for sample in scored],
+        ),
+        **_kl_metrics(spec, scored),
+        "training/off_policy/trajectory_staleness/mean": _staleness(batch),
+    }
+    columns = {"rewards": [one.score for one in scored], "advantages": [one.advantage for one in credits]}
+    return credits, figures, histograms(columns)
+
+
+def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:
+    names = {
+        "reward_mean": "critic/rewards/mean",
+        "reward_max": "critic/rewards/max",
+        "reward_min": "critic/rewards/min",
+        "std_mean": "critic/rewards/std_mean",
+        "zero_std_ratio": "critic/rewards/zero_std_ratio",
+        "group_size": "critic/rewards/group_size",
+        "advantage_mean": "critic/advantages/mean",
+        "advantage_max": "critic/advantages/max",
+        "advantage_min": "critic/advantages/min",
+    }
+    values = asdict(stats)
+    return {name: float(values[key]) for key, name in names.items()}
+
+
+def _kl_metrics(spec: JobSpec, scored: Sequence[Scored]) -> dict[str, float]:
+    if not spec.algorithm.kl_reward or not scored:
+        return {}
+    return {"critic/reference_kl/mean": _mean([sample.reference_kl for sample in scored])}
+
+
+def _staleness(batch: Batch) -> float:
+    versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
+    return _mean([batch.step - version for version in versions if version is not None])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else _NAN
