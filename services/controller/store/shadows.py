@@ -1,4 +1,4 @@
-"""What a job's shadows, rewards that are tried, gave beside the rewards that they are compared with."""
+"""Scores of a job's shadows: rewards that are tried, each next to the reward that it is compared with."""
 
 from __future__ import annotations
 

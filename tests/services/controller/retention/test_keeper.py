@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -26,7 +26,7 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.limits import Limits
 from services.controller.retention.keep import DAY_S, Keep, to_remove
-from services.controller.retention.keeper import Keeper
+from services.controller.retention.keeper import READ_ALL_S, Keeper
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
@@ -181,6 +181,37 @@ async def test_a_deleted_job_leaves_nothing_but_its_tombstone(
     await keeper.look()
     assert not await redis.exists(late)
     assert not await redis.exists(keys.leftovers())
+
+
+async def test_a_look_reads_jobs_that_ended_or_are_to_be_deleted_alone(
+    store: Store, blobs: BlobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ended jobs are read at first, and again after a while."""
+    read: list[list[str] | None] = []
+    ended_of = store.removal.ended
+
+    async def noted(among: Sequence[str] | None = None) -> list[EndedJob]:
+        found = await ended_of(among)
+        read.append(None if among is None else [job.job_id for job in found])
+        return found
+
+    monkeypatch.setattr(store.removal, "ended", noted)
+    first, second, third = [await history(store, blobs) for _ in range(3)]
+    keeper = Keeper(store, blobs, Keep(), clock=clock)
+    await store.jobs.set_status(first, JobStatus.SUCCEEDED)
+    await keeper.look()
+    await keeper.look()
+    await store.jobs.set_status(second, JobStatus.FAILED)
+    await keeper.look()
+    await store.jobs.request(first, "delete")
+    await keeper.look()
+    assert read == [None, [], [second], [first]]
+    assert not await store.removal.exists(first)
+    assert await store.removal.exists(second)
+    clock.now += READ_ALL_S
+    await store.jobs.set_status(third, JobStatus.FAILED)
+    await keeper.look()
+    assert read[-1] is None
 
 
 async def test_running_jobs_are_never_touched(store: Store, blobs: BlobStore, redis: Any, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Records that another release wrote: listed with a reason, submitted beside and scheduled around."""
+"""Records that another release wrote: they are listed with a reason, and stop no other job."""
 
 from __future__ import annotations
 
