@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Checkpoint, RewardLoad
+from flowfleet.client.types import Checkpoint, JobRewards, RewardLoad, RewardRevision
 from flowfleet.redis import keys
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, from_epoch
@@ -24,7 +24,12 @@ async def test_a_submitted_job_is_shown_and_listed(api: Api, job: Job) -> None:
     assert response.headers["location"] == f"/v1/jobs/{record['id']}"
     assert (record["status"], record["name"], record["spec"]["rollout"]["group_size"]) == ("queued", "signs", 16)
     assert (await api.client.get(response.headers["location"])).json() == record
-    assert (await api.client.get("/v1/jobs")).json() == {"items": [record], "next_cursor": None}
+    in_list = {
+        **record,
+        "spec": {},
+        "rewards": JobRewards(active=RewardRevision(number=0, rewards={})).model_dump(mode="json"),
+    }
+    assert (await api.client.get("/v1/jobs")).json() == {"items": [in_list], "next_cursor": None}
     runner = api.services.runner
     assert isinstance(runner, IdleRunner)
     assert runner.notified == 1
