@@ -9,8 +9,8 @@ from PIL import Image
 from flowfleet.data.blobs import open_blobs
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
-from services.controller.store.store import Store
 from services.controller.store.records import SampleRecord
+from services.controller.store.store import Store
 
 JOB = {"model": {"path": "m"}, "data": {"train": "p"}, "rewards": {"ocr": {}}}
 NUM_CURVES, NUM_POINTS = 60, 30
@@ -69,7 +69,7 @@ async def fill(store: Store, num_jobs: int, num_prompts: int, num_versions: int)
 
 async def _add_samples(store: Store, job: str, num_prompts: int, num_versions: int) -> None:
     """Each prompt has one picture, which all its versions share. Each sample's picture has its own URL."""
-    blobs = open_blobs(store._redis)
+    blobs = open_blobs(store.link.redis)
     names = [keys.blob(job, "media", group) for group in range(num_prompts)]
     refs = [await blobs.put(name, picture(), ttl_s=KEPT_S) for name in names]
     for version in range(num_versions):
@@ -87,7 +87,7 @@ async def _add_samples(store: Store, job: str, num_prompts: int, num_versions: i
             )
             for group, ref in enumerate(refs)
         )
-        await store.samples.put(job, samples)
+        await store.samples.put(job, *samples)
         await store.history.put_metrics(job, version, {"val/reward": 0.5})
 
 
