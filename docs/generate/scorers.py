@@ -42,9 +42,9 @@ SETTINGS: Final = {
 """Class of settings → scorers that read them, in the order of the page."""
 
 PARAMS: Final = {
-    ("reading.ocr", "OcrParams"): ("ocr",),
+    ("ocr", "OcrParams"): ("ocr",),
     ("motion", "MotionParams"): ("motion",),
-    ("answers.reference", "AnswerParams"): ("exact_match", "multiple_choice", "math"),
+    ("exact_match", "AnswerParams"): ("exact_match", "multiple_choice", "math"),
     ("human", "HumanParams"): ("human",),
 }
 """Module and class of a job's `params` → scorers that take them."""

@@ -11,7 +11,7 @@ from flowfleet.job.spec import read_job_file
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny.signs import Pixels
 from services.reward.scorer import Sample, Score
-from services.reward.scorers.reading.ocr import OcrScorer
+from services.reward.scorers.ocr import OcrScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_ocr.toml"
 

@@ -25,7 +25,7 @@ from recipes.tiny.make_prompts import read_prompts
 from recipes.tiny.painting import paint
 from recipes.tiny.pairs import preferences_of, write_preferences
 from services.reward.scorer import Sample, Score
-from services.reward.scorers.reading.ocr import OcrScorer
+from services.reward.scorers.ocr import OcrScorer
 
 MODEL = Path(__file__).parent / "model"
 

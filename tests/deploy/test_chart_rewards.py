@@ -90,7 +90,7 @@ def test_the_image_with_torch_is_for_the_scorers_that_import_it() -> None:
     rendered = Rendered("nvidia", f"rewards={json.dumps(rewards)}")
     images = {name: container(rendered.pod(f"reward-r{at}"))["image"] for at, name in enumerate(scorers.SCORERS)}
     for name, module in scorers.SCORERS.items():
-        source = (folder / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        source = (folder / module / "__init__.py").read_text(encoding="utf-8")
         heavy = re.search(r"^import torch\b", source, re.MULTILINE)
         own = re.search(r"\blibrary\(", source) and name.replace("_", "-")
         assert images[name] == f"flowfleet-reward{f'-{own}' if own else '-models' if heavy else ''}:0.1.0", name

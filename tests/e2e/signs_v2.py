@@ -8,7 +8,7 @@ from functools import cache
 from PIL import Image
 
 from services.reward.scorer import Sample, Score
-from services.reward.scorers.reading.ocr import OcrScorer
+from services.reward.scorers.ocr import OcrScorer
 
 
 @cache

@@ -48,7 +48,7 @@ def random_model(scorer: Any, folder: Path) -> Any:
 
 def main(folder: Path) -> dict[str, Any]:
     declare_operators()
-    from services.reward.scorers.networks import image_reward_model
+    from services.reward.networks import image_reward_model
 
     image_reward_model.model_code()
     vit = sys.modules["ImageReward.models.BLIP.vit"].VisionTransformer

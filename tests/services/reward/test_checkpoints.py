@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.reward.scorers.networks.checkpoints import fingerprint, read_scalar
+from services.reward.networks.checkpoints import fingerprint, read_scalar
 
 
 def checkpoint(folder: Path, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Path:

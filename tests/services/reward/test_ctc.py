@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from services.reward.scorers.reading.ctc import log_probability
+from services.reward.scorers.ocr.ctc import log_probability
 
 
 def probabilities(seed: int, num_frames: int, num_symbols: int) -> NDArray[np.float64]:

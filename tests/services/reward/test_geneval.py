@@ -16,9 +16,9 @@ from transformers.models.yolos.image_processing_pil_yolos import YolosImageProce
 
 from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer
 from services.reward.scorers import make
-from services.reward.scorers.networks.detectors import Found, make_detector
-from services.reward.scorers.networks.geneval import GenevalScorer, GenevalSettings, cut_out
-from services.reward.scorers.networks.geneval_rules import COLORS, Box, Detection
+from services.reward.scorers.geneval import GenevalScorer, GenevalSettings, cut_out
+from services.reward.scorers.geneval.detectors import Found, make_detector
+from services.reward.scorers.geneval.rules import COLORS, Box, Detection
 from tests.tiny_models.clip import save_clip
 from tests.tiny_models.detectors import save_owlvit, save_yolos
 

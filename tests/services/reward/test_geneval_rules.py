@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.scorers.networks.geneval_rules import (
+from services.reward.scorers.geneval.rules import (
     Box,
     Detection,
     Request,

@@ -22,8 +22,8 @@ from recipes.tiny_vlm.teach import RUBRIC, conversation
 from services.reward.judge.rubrics import load_rubric
 from services.reward.scorer import Sample, Score, ScoreGradient, Scorer
 from services.reward.scorers import make
-from services.reward.scorers.differentiable.quality import soft_entropy, soft_quality
 from services.reward.scorers.image_quality import quality
+from services.reward.scorers.image_quality.gradient import soft_entropy, soft_quality
 from tests.services.reward.conftest import ServiceProcess
 from tests.tiny_models.clip import save_clip
 

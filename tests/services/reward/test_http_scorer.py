@@ -18,9 +18,9 @@ import trustme
 from flowfleet.errors import Unavailable
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.scorer import Outcome, Problem, Score
-from services.reward.scorers import http_scorer
-from services.reward.scorers.http_scorer import HttpScorer
-from services.reward.scorers.http_shapes import SHAPES
+from services.reward.scorers import http as http_scorer
+from services.reward.scorers.http import HttpScorer
+from services.reward.scorers.http.shapes import SHAPES
 from tests.services.reward.web_server import Answer, Asked, WebServer, web_server
 from tests.waiting import until
 

@@ -16,9 +16,9 @@ from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.client.votes import Choice, Vote
 from flowfleet.errors import Unavailable
 from flowfleet.rewards.requests import EncodedSample
+from services.reward.bradley_terry import preferred, scores
 from services.reward.scorer import Pending, Problem, Score
 from services.reward.scorers import make
-from services.reward.scorers.bradley_terry import preferred, scores
 from services.reward.scorers.human import HumanParams, HumanScorer, win_table
 
 JOB = "0190a1b2-0000-7000-8000-000000000000"

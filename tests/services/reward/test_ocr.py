@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from services.reward.scorer import Outcome, Problem, Sample, Score
-from services.reward.scorers.networks.onnx_models import model_path
-from services.reward.scorers.reading.ocr import OcrParams, OcrScorer, _Columns
-from services.reward.scorers.reading.recognition import Reading, as_line
-from services.reward.scorers.reading.text import normalize
+from services.reward.scorers.ocr import OcrParams, OcrScorer, _Columns
+from services.reward.scorers.ocr.onnx_models import model_path
+from services.reward.scorers.ocr.recognition import Reading, as_line
+from services.reward.text import normalize
 from tests.services.reward.pictures import CROP, random_words, sign
 
 

@@ -22,7 +22,7 @@ from services.reward.execution.evaluator import Evaluator
 from services.reward.execution.gradients import evaluate_gradients
 from services.reward.scorer import Problem, Sample, Score, ScoreGradient
 from services.reward.scorers import make
-from services.reward.scorers.differentiable.own_function import DifferentiableFunction
+from services.reward.scorers.python.gradient import DifferentiableFunction
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.pictures import sample
 
@@ -181,7 +181,7 @@ def test_a_function_of_other_arguments_is_refused_at_the_start(folder: Path) -> 
 
 
 def test_without_torch_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.scorers.python_function.find_spec", lambda name: None)
+    monkeypatch.setattr("services.reward.scorers.python.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape("install flowfleet[reward-models]")):
         make("python", settings(folder, "power"), 1)
 

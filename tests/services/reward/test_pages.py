@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from services.reward.scorer import Outcome, Sample, Score
-from services.reward.scorers.reading import pages
-from services.reward.scorers.reading.ocr import OcrScorer, _Columns
-from services.reward.scorers.reading.pages import as_detector_input, in_reading_order, joined
-from services.reward.scorers.reading.recognition import Reading
+from services.reward.scorers.ocr import OcrScorer, _Columns, pages
+from services.reward.scorers.ocr.pages import as_detector_input, in_reading_order, joined
+from services.reward.scorers.ocr.recognition import Reading
 from tests.services.reward.pictures import page
 
 POSTER = page(("Slow Down", 0.3, 0.12, 52), ("School Ahead", 0.12, 0.4, 64), ("9 to 5", 0.55, 0.75, 36), tilt=3.0)

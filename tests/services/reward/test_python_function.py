@@ -23,7 +23,7 @@ from services.reward.execution.pool import ProcessPool
 from services.reward.metrics import RewardMetrics
 from services.reward.scorer import Outcome, Problem, Sample, Score
 from services.reward.scorers import make
-from services.reward.scorers.python_function import PythonFunction
+from services.reward.scorers.python import PythonFunction
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.pictures import sample
 from tests.services.reward.test_service import score

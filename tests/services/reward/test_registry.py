@@ -8,7 +8,7 @@ import pytest
 from flowfleet.local.rewards import WITHOUT_SETTINGS as STARTED_BY_UP
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward import scorers
-from services.reward.scorers.reading.ocr import OcrParams
+from services.reward.scorers.ocr import OcrParams
 
 
 def test_flowfleet_up_knows_every_scorer() -> None:

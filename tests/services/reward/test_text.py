@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.scorers.reading.text import MAX_TARGET_LENGTH, normalize, target_of, text_distance
+from services.reward.text import MAX_TARGET_LENGTH, normalize, target_of, text_distance
 
 short = st.text(alphabet="abcß9 ", max_size=7)
 

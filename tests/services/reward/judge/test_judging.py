@@ -29,8 +29,8 @@ from services.reward.judge.comparisons import bradley_terry
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
 from services.reward.scorer import Outcome, Problem, Score
-from services.reward.scorers.reading.vlm_ocr import VlmOcrScorer, VlmOcrSettings
 from services.reward.scorers.vlm import VlmScorer
+from services.reward.scorers.vlm_ocr import VlmOcrScorer, VlmOcrSettings
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.judge.bad_server import Asked, completion, serving, status
 

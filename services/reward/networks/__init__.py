@@ -1,0 +1,1 @@
+"""Code shared by scorers around models: checkpoints, devices, gradients by pixels, libraries of other projects."""

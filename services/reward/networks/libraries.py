@@ -1,0 +1,49 @@
+"""What scorers around another project's library share: its import, a fingerprint of its files, scores of samples."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.reward.networks.checkpoints import DIGITS
+from services.reward.scorer import Outcome, Problem, Score, mean_score
+
+_BLOCKS, _BLOCK_BYTES = 64, 4096
+
+
+def library(module: str, scorer: str) -> Any:
+    """The imported module. ValueError names the extra that has it, `reward-` and the scorer's name."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = f"reward-{scorer.replace('_', '-')}"
+        raise ValueError(f"scorer {scorer} needs the library ({error}): install flowfleet[{extra}]") from error
+
+
+def of_samples(found: Sequence[Outcome], lengths: Sequence[int]) -> list[Outcome]:
+    """One outcome per sample, of which each has the next `lengths` pictures: their mean, or the first problem."""
+    ends = np.cumsum(lengths)
+    return [_of_sample(found[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _of_sample(found: Sequence[Outcome]) -> Outcome:
+    scores = [one for one in found if isinstance(one, Score)]
+    return mean_score(scores) if len(scores) == len(found) else next(one for one in found if isinstance(one, Problem))
+
+
+def fingerprint_files(folder: Path) -> str:
+    """Digits that change with the files: of each its name, size and 64 evenly spaced blocks."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder)} {size} ".encode())
+        with file.open("rb") as stream:
+            for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _BLOCKS).astype(np.int64):
+                stream.seek(int(offset))
+                digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:DIGITS]

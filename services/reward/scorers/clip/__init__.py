@@ -1,0 +1,289 @@
+"""`clip`, `pickscore`, `hps`: how well a picture fits its prompt, by a CLIP model (transformers' CLIPModel).
+
+With c = cos(image embedding, text embedding), both projected:
+
+- `clip`: settings.scale × c, the CLIP score. flow_grpo: exp(logit_scale) / 30 × c, for OpenAI's models scale 3.333.
+  Hessel et al. (arXiv 2104.08718) say 2.5 × max(c, 0): scale 2.5, and `clip = [0.0, 2.5]` in the job.
+- `pickscore`: exp(logit_scale) × c / settings.divide_by. Kirstain et al., "Pick-a-Pic" (arXiv 2305.01569), for the
+  checkpoint PickScore_v1, a CLIP-H. Theirs is divide_by 1, about 17 … 24; flow_grpo divides by 26, the default here.
+- `hps`: c. Wu et al., "Human Preference Score v2" (arXiv 2306.09341), code of HPSv2 and of flow_grpo: for HPS_v2 and
+  HPS_v2.1, a CLIP-H. Its pictures are letterboxed: the longer side is scaled to the model's size and black is added,
+  where CLIP crops. With settings.fit = "crop" it crops.
+
+A prompt of more tokens than the model reads (77 as a rule) is cut; `tokens_cut` counts how many are gone. Of a video,
+score and components are the means over at most 8 evenly spaced frames.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field
+from transformers import CLIPModel
+
+from flowfleet.hardware import devices
+from flowfleet.lru import LruCache
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.rewards.gradients import PixelInput
+from services.reward.networks.checkpoints import check_checkpoint, check_processor, read_scalar
+from services.reward.networks.pixels import gradients_of, leaves_of
+from services.reward.networks.torch_models import (
+    ModelSettings,
+    PictureReader,
+    batches,
+    in_batches,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    prepare_torch,
+)
+from services.reward.scorer import (
+    GradientOutcome,
+    Outcome,
+    PlainScorer,
+    Sample,
+    Score,
+    ScoreGradient,
+    mean_score,
+)
+
+MAX_PROMPTS = 4096
+"""Prompts whose embeddings are kept: 16 MiB for a CLIP-H. The samples of a group, and of the next epoch, share one."""
+
+
+class ClipEncoder:
+    """Pictures and texts to unit vectors of one CLIP model. For one thread at a time."""
+
+    def __init__(self, settings: ModelSettings, folder: Path, setting: str, num_threads: int) -> None:
+        """Loads the model at `folder`, which `settings.{setting}` names; its processor is there or, for
+        `settings.model`, at `settings.processor`."""
+        processor = (folder, setting) if setting != "model" else (settings.processor_folder, settings.processor_setting)
+        self._device = pick_device(settings.device)
+        self._batch_size = settings.batch_size
+        self._dtype = getattr(torch, settings.dtype)
+        self._model = load_model(CLIPModel, settings, folder, setting, self._device)
+        self._tokenizer = load_tokenizer(*processor)
+        self._read = PictureReader(*processor, num_threads)
+        self._texts: LruCache[str, tuple[torch.Tensor, int]] = LruCache(MAX_PROMPTS)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a vector."""
+        return int(self._model.config.projection_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def embed(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(N, D) float32 unit vectors on the device, with gradient, of pixels (3, H, W) from 0 to 1 each."""
+        with devices.bound(self._device):
+            inputs = torch.stack([self._read.differentiable(one) for one in pixels]).to(self._dtype)
+            embeddings: torch.Tensor = self._model.get_image_features(pixel_values=inputs).pooler_output
+        return unit(embeddings.float())
+
+    @torch.inference_mode()
+    def pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
+        """(N, D) float32 unit vectors on the CPU."""
+        return unit(in_batches(self._embed_pictures, pictures, self._batch_size))
+
+    @torch.inference_mode()
+    def texts(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
+        """(N, D) float32 unit vectors on the CPU, and how many tokens of each text the model does not read."""
+        known = {text: found for text in texts if (found := self._texts.get(text)) is not None}
+        new = list(dict.fromkeys(text for text in texts if text not in known))
+        for part in batches(new, self._batch_size):
+            known.update(zip(part, self._embed_texts(part), strict=True))
+        for text in dict.fromkeys(texts):
+            self._texts.put(text, known[text])
+        return torch.stack([known[text][0] for text in texts]), [known[text][1] for text in texts]
+
+    def _embed_pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
+        with devices.bound(self._device):
+            pixels = self._read(pictures).to(self._device, self._dtype)
+            embeddings: torch.Tensor = self._model.get_image_features(pixel_values=pixels).pooler_output
+        return embeddings
+
+    def _embed_texts(self, texts: Sequence[str]) -> list[tuple[torch.Tensor, int]]:
+        length = self._model.config.text_config.max_position_embeddings
+        whole = self._tokenizer(list(texts), verbose=False).input_ids
+        cut = self._tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        ).to(self._device)
+        with devices.bound(self._device):
+            output = self._model.get_text_features(input_ids=cut.input_ids, attention_mask=cut.attention_mask)
+            vectors = unit(output.pooler_output.float().cpu())
+        return [(vector, max(0, len(ids) - length)) for vector, ids in zip(vectors, whole, strict=True)]
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Each row by its length. A row of zeros becomes NaN, which the service refuses."""
+    lengths: torch.Tensor = vectors.norm(dim=-1, keepdim=True)
+    return vectors / lengths
+
+
+Settings = TypeVar("Settings", bound=ModelSettings)
+
+
+class _ClipScorer(PlainScorer, Generic[Settings]):
+    """Components: `tokens_cut`, of the prompt, and those of the subclass."""
+
+    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
+    call_bytes = 0
+    gives_gradient = True
+    number: ClassVar[int] = 1
+    """Version of this code: raised when it gives the same picture another score."""
+
+    def __init__(self, settings: Settings, num_threads: int) -> None:
+        check_checkpoint(settings.model, "model", ("clip",))
+        check_processor(settings.processor_folder, settings.processor_setting, tokenizer=True)
+        self.version, self.pinned = settings.version(self.number), settings.pinned
+        self._settings = settings
+        self._num_threads = num_threads
+        self._encoder: ClipEncoder
+
+    def start(self) -> None:
+        prepare_torch(self._num_threads)
+        self._encoder = ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
+
+    def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
+        texts, cuts = self._encoder.texts([sample.prompt for sample in samples])
+        pictures = [sample.pictures() for sample in samples]
+        images = self._encoder.pictures([self._fitted(picture) for part in pictures for picture in part])
+        of_samples = torch.split(images, [len(part) for part in pictures])
+        outcomes: list[Outcome] = []
+        for text, cut, part in zip(texts, cuts, of_samples, strict=True):
+            cosines = [_within_one(cosine) for cosine in (part @ text).tolist()]
+            outcomes.append(mean_score([self._judge(cosine, cut) for cosine in cosines]))
+        return outcomes
+
+    def score_with_gradient(self, samples: Sequence[PixelInput], params: None) -> list[GradientOutcome]:
+        outcomes: list[GradientOutcome] = []
+        for part in batches(samples, self._settings.batch_size):
+            texts, cuts = self._encoder.texts([sample.prompt for sample in part])
+            leaves = leaves_of(part, self._encoder.device)
+            images = self._encoder.embed([self._fitted_pixels(leaf) for leaf in leaves])
+            cosines = (images * texts.clone().to(images)).sum(dim=1)
+            gradients = gradients_of(cosines, leaves)
+            slope = self._judge(1.0, 0).value  # scores are proportional to cosines
+            for cosine, cut, gradient in zip(cosines.tolist(), cuts, gradients, strict=True):
+                score = self._judge(_within_one(cosine), cut)
+                outcomes.append(ScoreGradient(score.value, np.float32(slope) * gradient, score.components))
+        return outcomes
+
+    @abstractmethod
+    def _judge(self, cosine: float, tokens_cut: int) -> Score:
+        """The score of a picture, proportional to the cosine."""
+
+    def _fitted(self, picture: Image.Image) -> Image.Image:
+        """What the image processor is given, which crops the middle square."""
+        return picture
+
+    def _fitted_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The same of pixels (3, H, W)."""
+        return pixels
+
+
+def _within_one(cosine: float) -> float:
+    """Clips to ± 1: products of float32 unit vectors may exceed it slightly. NaN stays NaN."""
+    return cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
+
+
+class ClipSettings(ModelSettings):
+    """Settings of `clip`."""
+
+    scale: float = Field(default=1.0, gt=0.0)
+    """The cosine is multiplied by it."""
+
+
+class ClipScore(_ClipScorer[ClipSettings]):
+    """Components: `cosine`, `tokens_cut`."""
+
+    name = "clip"
+    components = ("cosine", "tokens_cut")
+
+    def __init__(self, settings: ClipSettings, num_threads: int) -> None:
+        super().__init__(settings, num_threads)
+        self._scale = settings.scale
+        self.score_range = (-settings.scale, settings.scale)
+
+    def _judge(self, cosine: float, tokens_cut: int) -> Score:
+        return Score(self._scale * cosine, {"cosine": cosine, "tokens_cut": float(tokens_cut)})
+
+
+class PickScoreSettings(ModelSettings):
+    """Settings of `pickscore`."""
+
+    divide_by: float = Field(default=26.0, gt=0.0)
+    """exp(logit_scale) × cosine is divided by it: 26 as in flow_grpo, about 0.65 … 0.95; 1 as its authors have it."""
+
+
+class PickScore(_ClipScorer[PickScoreSettings]):
+    """Components: `cosine`, `tokens_cut`."""
+
+    name = "pickscore"
+    components = ("cosine", "tokens_cut")
+
+    def __init__(self, settings: PickScoreSettings, num_threads: int) -> None:
+        super().__init__(settings, num_threads)
+        self._factor = math.exp(read_scalar(settings.model, "model", "logit_scale")) / settings.divide_by
+        self.score_range = (-self._factor, self._factor)
+
+    def _judge(self, cosine: float, tokens_cut: int) -> Score:
+        return Score(self._factor * cosine, {"cosine": cosine, "tokens_cut": float(tokens_cut)})
+
+
+class HpsSettings(ModelSettings):
+    """Settings of `hps`."""
+
+    fit: Literal["pad", "crop"] = "pad"
+    """Fits a picture that is not square. "pad": with black on both sides, as HPSv2 does it. "crop": its
+    middle, as CLIP does it."""
+
+
+class HumanPreferenceScore(_ClipScorer[HpsSettings]):
+    """Component: `tokens_cut`."""
+
+    name = "hps"
+    components = ("tokens_cut",)
+    score_range = (-1.0, 1.0)
+
+    def _judge(self, cosine: float, tokens_cut: int) -> Score:
+        return Score(cosine, {"tokens_cut": float(tokens_cut)})
+
+    def _fitted(self, picture: Image.Image) -> Image.Image:
+        return letterboxed(picture) if self._settings.fit == "pad" else picture
+
+    def _fitted_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self._settings.fit != "pad":
+            return pixels
+        height, width = pixels.shape[1:]
+        above, left = (max(0, width - height), max(0, height - width))
+        sides = (left // 2, left - left // 2, above // 2, above - above // 2)
+        return torch.nn.functional.pad(pixels, sides)
+
+
+def letterboxed(picture: Image.Image) -> Image.Image:
+    """The picture in the middle of a black square of its longer side."""
+    side = max(picture.size)
+    if picture.width == picture.height:
+        return picture
+    square = Image.new("RGB", (side, side))
+    square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+    return square
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
+    """`clip`, `pickscore` or `hps`."""
+    if name == "clip":
+        return ClipScore(ClipSettings.read(settings), num_threads)
+    if name == "pickscore":
+        return PickScore(PickScoreSettings.read(settings), num_threads)
+    return HumanPreferenceScore(HpsSettings.read(settings), num_threads)
