@@ -1,4 +1,5 @@
-# The rewards whose scorers run a model: clip, pickscore, hps, aesthetic, geneval, and all others too.
+# The rewards whose scorers run a model, and all others too; or one scorer with a library of its own, as `docker/build`
+# passes the arguments IMAGE to ABOUT from its scorer.toml.
 # The stage torch is word for word that of rollout.Dockerfile, so that builds, registries and nodes hold it once. The
 # defaults are for NVIDIA GPUs. For Ascend NPUs BASE is an image of CANN, and TORCH has torch-npu too
 # (`DEVICE=ascend docker/build`); that has not been built, for lack of such an image.
@@ -23,20 +24,27 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM torch AS packages
 WORKDIR /app
-COPY pyproject.toml LICENSE NOTICE requirements/images/reward-models.txt ./
-# The other dependencies as they are pinned, then the project's metadata.
+ARG IMAGE=reward-models
+COPY pyproject.toml LICENSE NOTICE requirements/images/${IMAGE}.txt ./
+# torchvision of the same build as torch, the other dependencies as they are pinned, then the project's metadata. WITHOUT
+# is what a library names but its scorer does not import, with "|" between.
+ARG TORCHVISION
+ARG TORCH_INDEX
+ARG WITHOUT
+ARG IMPORTS="cv2, onnxruntime, rapidocr, safetensors, shapely, \
+    transformers.models.auto.image_processing_auto, transformers.models.clip.modeling_clip"
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
     mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
     pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
     install="install --quiet --no-cache-dir --no-compile --no-deps" && \
-    $pip $install --require-hashes --requirement reward-models.txt && $pip $install /tmp/flowfleet && $pip check && \
+    { [ -z "${TORCHVISION}" ] || $pip $install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCHVISION}; } && \
+    $pip $install --require-hashes --requirement ${IMAGE}.txt && $pip $install /tmp/flowfleet && \
+    { $pip check || [ -z "$($pip check | grep -vE "requires (${WITHOUT:-none}), which is not installed")" ]; } && \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
-        av, cv2, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \
-        pydantic, redis.asyncio, onnxruntime, PIL.Image, rapidocr, safetensors, shapely; \
-        from transformers import AutoModelForObjectDetection, AutoTokenizer, CLIPModel; \
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor"
+        av, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \
+        pydantic, redis.asyncio, PIL.Image, ${IMPORTS}"
 
 FROM packages
 ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \
@@ -44,8 +52,10 @@ ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "services.reward"]
 ARG VERSION=0.1.0
-LABEL org.opencontainers.image.title="flowfleet-reward-models" \
-      org.opencontainers.image.description="The reward services of Flowfleet, those with models too" \
+ARG IMAGE=reward-models
+ARG ABOUT=models
+LABEL org.opencontainers.image.title="flowfleet-${IMAGE}" \
+      org.opencontainers.image.description="The reward services of Flowfleet with ${ABOUT}" \
       org.opencontainers.image.version="${VERSION}"
 COPY services/__init__.py services/
 COPY flowfleet flowfleet

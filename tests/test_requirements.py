@@ -10,9 +10,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from flowfleet.scorers import folders
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OLD = ("reward-image-reward", "reward-hpsv3")
+LIBRARIES = {folder.image: folder.library for folder in folders() if folder.library}
+OWN_VERSIONS = {image for image, library in LIBRARIES.items() if library.own_versions}
 """Images of scorers whose library wants an old transformers: they agree with no other."""
 IMAGES = {path.stem: path for path in (ROOT / "requirements/images").glob("*.txt")}
 
@@ -64,8 +67,8 @@ def test_an_image_leaves_torch_to_its_device_and_has_a_hash_for_all_else(image: 
 
 def test_images_agree() -> None:
     """A trainer that computed with another version of a model than the rollout would give other log-probs."""
-    assert set(IMAGES) == {"controller", "rollout", "reward", "reward-models", "reward-pyiqa", "vllm-omni", *OLD}
+    assert set(IMAGES) == {"controller", "rollout", "reward", "reward-models", "vllm-omni", *LIBRARIES}
     versions: dict[str, Version] = {}
-    for image in set(IMAGES) - set(OLD):
+    for image in set(IMAGES) - OWN_VERSIONS:
         for name, version in pins(IMAGES[image]).items():
             assert versions.setdefault(name, version) == version, name

@@ -1,4 +1,4 @@
-"""The tables of settings in docs/scorers.md and docs/rewards.md, from the classes that read them.
+"""What derives from the scorers: tables of docs/scorers.md and docs/rewards.md, and the chart's list of their images.
 
 `python -m docs.generate.scorers` rewrites them, in the directory of the repository.
 """
@@ -6,66 +6,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from docs.generate.fields import rows
 from docs.generate.markdown import rewrite, table
 from flowfleet.rewards.service import Reward
+from flowfleet.scorers import SHARED_IMAGES, Folder, folders, known
 from services.reward import scorers
 from services.reward.judge.rubrics import Rubric
-from services.reward.scorer import NoSettings, ScorerSettings
+from services.reward.scorer import ScorerSettings
 
 PAGE: Final = Path("docs/scorers.md")
 REWARDS: Final = Path("docs/rewards.md")
-
-SETTINGS: Final = {
-    "ModelSettings": ("clip", "pickscore", "hps", "aesthetic", "feature_diversity", "geneval", "local_vlm"),
-    "ClipSettings": ("clip",),
-    "PickScoreSettings": ("pickscore",),
-    "HpsSettings": ("hps",),
-    "AestheticSettings": ("aesthetic",),
-    "GenevalSettings": ("geneval",),
-    "PyiqaSettings": ("pyiqa",),
-    "ImageRewardSettings": ("image_reward",),
-    "HPSv3Settings": ("hpsv3",),
-    "MathSettings": ("math",),
-    "HumanSettings": ("human",),
-    "HttpSettings": ("http",),
-    "PythonSettings": ("python",),
-    "JudgeSettings": ("vlm", "vlm_ocr"),
-    "VlmSettings": ("vlm",),
-    "VlmOcrSettings": ("vlm_ocr",),
-    "LocalVlmSettings": ("local_vlm",),
-}
-"""Class of settings → scorers that read them, in the order of the page."""
-
-PARAMS: Final = {
-    ("ocr", "OcrParams"): ("ocr",),
-    ("motion", "MotionParams"): ("motion",),
-    ("exact_match", "AnswerParams"): ("exact_match", "multiple_choice", "math"),
-    ("human", "HumanParams"): ("human",),
-}
-"""Module and class of a job's `params` → scorers that take them."""
+CHART: Final = Path("deploy/helm/flowfleet/files/scorers.yaml")
 
 
 def parts() -> dict[str, str]:
-    """Name to content of each generated part of the page of scorers. ValueError for settings whose scorers SETTINGS
-    does not name."""
-    for module in dict.fromkeys(scorers.SCORERS.values()):
-        importlib.import_module(f"{scorers.__name__}.{module}")
-    known = {one.__name__: one for one in _subclasses(ScorerSettings) if one is not NoSettings}
-    if wrong := known.keys() ^ SETTINGS.keys():
-        raise ValueError(f"SETTINGS must name the scorers of each class of settings: {', '.join(sorted(wrong))}")
-    params = {
-        names: getattr(importlib.import_module(f"{scorers.__name__}.{module}"), name)
-        for (module, name), names in PARAMS.items()
-    }
+    """Name to content of each generated part of the page of scorers."""
     return {
-        "params": _tables("param", params.items()),
+        "scorers": table(["scorer", "score", "media", "image"], map(_row, folders())),
+        "params": "\n\n".join(_tables("param", _params())),
         "rubric": table(["key", "default", "meaning"], rows(Rubric)),
-        "settings": _tables("setting", ((names, known[name]) for name, names in SETTINGS.items())),
+        "settings": "\n\n".join(_tables("setting", _settings())),
     }
 
 
@@ -74,21 +39,61 @@ def reward_parts() -> dict[str, str]:
     return {"serve": table(["argument of `serve`", "default", "meaning"], rows(Reward))}
 
 
-def _subclasses(owner: type[ScorerSettings]) -> Iterator[type[ScorerSettings]]:
-    for one in owner.__subclasses__():
-        if one.__module__.startswith("services."):
-            yield one
-        yield from _subclasses(one)
+def chart() -> str:
+    """The chart's file: scorers of the images that several share, and those that ask judges."""
+    shared = {f"reward{image.removeprefix('reward').strip('-').title()}": image for image in SHARED_IMAGES}
+    lines = ["# Written by `make docs` from services/reward/scorers/*/scorer.toml.", "images:"]
+    for key, image in shared.items():
+        lines.append(f"  {key}: {_names(folder for folder in folders() if folder.image == image)}")
+    lines.append(f"judges: {_names(folder for folder in folders() if folder.network == 'judges')}")
+    return "\n".join(lines) + "\n"
 
 
-def _tables(what: str, owners: Iterable[tuple[tuple[str, ...], type]]) -> str:
-    """A table for each class, below the names of its scorers."""
-    return "\n\n".join(
-        ", ".join(f"`{name}`" for name in names) + ":\n\n" + table([what, "default", "meaning"], rows(owner))
-        for names, owner in owners
-    )
+def _names(chosen: Iterator[Folder]) -> str:
+    return json.dumps([name for folder in chosen for name in folder.scorers])
+
+
+def _row(folder: Folder) -> list[str]:
+    names = ", ".join(f"`{name}`" for name in folder.scorers)
+    image = f"`{folder.image}`{f', `{folder.extra}`' if folder.extra else ''}{', network' if folder.network else ''}"
+    return [f"[{names}]({folder.page})" if folder.page else names, folder.score, folder.media, image]
+
+
+def _settings() -> dict[type, list[str]]:
+    """Classes of settings to the scorers that read them: those that several read first."""
+    found: dict[type, list[str]] = {}
+    for name in known():
+        owner = _class(name, known()[name].scorers[name].settings)
+        bases = [] if owner is None else owner.__mro__[: owner.__mro__.index(ScorerSettings)]
+        for base in bases:
+            found.setdefault(base, []).append(name)
+    return dict(sorted(found.items(), key=lambda item: len(item[1]) == 1))
+
+
+def _params() -> dict[type, list[str]]:
+    found: dict[type, list[str]] = {}
+    for name in known():
+        if owner := _class(name, known()[name].scorers[name].params):
+            found.setdefault(owner, []).append(name)
+    return found
+
+
+def _class(scorer: str, name: str) -> type | None:
+    if not name:
+        return None
+    module, _, owner = name.rpartition(":")
+    found: type = getattr(importlib.import_module(module or f"{scorers.__name__}.{scorers.SCORERS[scorer]}"), owner)
+    return found
+
+
+def _tables(what: str, owners: Mapping[type, list[str]]) -> Iterator[str]:
+    """A table for each class that has fields, below the names of its scorers."""
+    for owner, names in owners.items():
+        if fields := rows(owner):
+            yield ", ".join(f"`{name}`" for name in names) + ":\n\n" + table([what, "default", "meaning"], fields)
 
 
 if __name__ == "__main__":
     rewrite(PAGE, parts())
     rewrite(REWARDS, reward_parts())
+    CHART.write_text(chart(), encoding="utf-8")

@@ -16,37 +16,8 @@ from pathlib import Path
 
 from flowfleet.job.setting_files import read_table
 from flowfleet.job.spec import REWARD_NAME
+from flowfleet.scorers import known
 
-SCORERS = (
-    "ocr",
-    "jpeg_compressibility",
-    "jpeg_incompressibility",
-    "motion",
-    "image_quality",
-    "diversity",
-    "http",
-    "python",
-    "human",
-    "clip",
-    "pickscore",
-    "hps",
-    "aesthetic",
-    "feature_diversity",
-    "geneval",
-    "pyiqa",
-    "image_reward",
-    "hpsv3",
-    "exact_match",
-    "multiple_choice",
-    "math",
-    "vlm",
-    "local_vlm",
-    "vlm_ocr",
-)
-"""Scorers that the reward service has."""
-WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality", "diversity")
-"""Scorers that need no settings."""
-_SCORER = re.compile(rf"(?P<scorer>{'|'.join(SCORERS)})(?::(?P<settings>.+))?")
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 _SETTINGS = re.compile(r".+\.(toml|ya?ml|json)")
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
@@ -72,21 +43,20 @@ def parse_reward(text: str) -> Reward:
     name, value = (head, rest) if is_named else (text.partition(":")[0], text)
     if not re.fullmatch(REWARD_NAME, name):
         raise ValueError(f"--reward {text}: {name!r} is not a name: take up to 63 letters, digits, '_' and '-'")
-    if found := _SCORER.fullmatch(value):
-        settings = tuple(found["settings"].split(",")) if found["settings"] else ()
+    scorer, colon, changes = value.partition(":")
+    if scorer in known() and bool(colon) == bool(changes):
+        settings = tuple(changes.split(",")) if changes else ()
         if wrong := [one for one in settings if "=" not in one]:
             raise ValueError(f"--reward {text}: {wrong[0]!r} is not a setting: write key=value[,key=value]")
-        return Reward(name, found["scorer"], tuple(map(_absolute, settings)))
+        return Reward(name, scorer, tuple(map(_absolute, settings)))
     if is_named and (found := _FUNCTION.fullmatch(value)):
         return Reward(name, "python", _of_function(name, Path(found["file"]), found["function"], text))
     if is_named and _SETTINGS.fullmatch(value):
         return _of_settings(name, _existing(Path(value), text))
     if is_named and _ADDRESS.fullmatch(value):
         return Reward(name, address=value)
-    forms = (
-        f"a scorer ({', '.join(SCORERS)}), SCORER:key=value, NAME=FILE.py:FUNCTION, NAME=FILE.toml or NAME=HOST:PORT"
-    )
-    raise ValueError(f"unknown reward {text!r}: give {forms}")
+    forms = "SCORER:key=value, NAME=FILE.py:FUNCTION, NAME=FILE.toml or NAME=HOST:PORT"
+    raise ValueError(f"unknown reward {text!r}: give a scorer ({', '.join(known())}), {forms}")
 
 
 def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:

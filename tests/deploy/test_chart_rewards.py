@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowfleet.scorers import known
 from services.reward import scorers
 from services.reward.__main__ import _parser
 from services.reward.settings import read_settings
@@ -84,17 +85,18 @@ def test_keys_come_from_secrets(everything: Rendered) -> None:
 # -- rewards by models ---------------------------------------------------------------------------------------------
 
 
-def test_the_image_with_torch_is_for_the_scorers_that_import_it() -> None:
-    folder = Path(scorers.__file__).parent
+def test_each_scorer_has_the_image_of_its_description() -> None:
     rewards = [{"name": f"r{at}", "scorer": name, "judges": []} for at, name in enumerate(scorers.SCORERS)]
     rendered = Rendered("nvidia", f"rewards={json.dumps(rewards)}")
     images = {name: container(rendered.pod(f"reward-r{at}"))["image"] for at, name in enumerate(scorers.SCORERS)}
-    for name, module in scorers.SCORERS.items():
-        source = (folder / module / "__init__.py").read_text(encoding="utf-8")
-        heavy = re.search(r"^import torch\b", source, re.MULTILINE)
-        own = re.search(r"\blibrary\(", source) and name.replace("_", "-")
-        assert images[name] == f"flowfleet-reward{f'-{own}' if own else '-models' if heavy else ''}:0.1.0", name
+    assert images == {name: f"flowfleet-{folder.image}:0.1.0" for name, folder in known().items()}
     assert len(set(images.values())) == 5
+
+
+def test_the_image_of_a_scorer_with_a_library_is_a_value() -> None:
+    images = '{"registry":"r.example","rewardImageReward":"mine"}'
+    rendered = Rendered("nvidia", 'rewards=[{"name":"taste","scorer":"image_reward"}]', f"images={images}")
+    assert container(rendered.pod("reward-taste"))["image"] == "r.example/mine:0.1.0"
 
 
 def test_accelerators_of_a_reward_are_those_of_pools(everything: Rendered) -> None:

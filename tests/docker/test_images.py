@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import shlex
 import subprocess
@@ -20,8 +21,7 @@ DOCKERFILES = [
     ROOT / "examples/reward-node/Dockerfile",
 ]
 SERVICES = ("controller", "rollout", "trainer", "reward")
-REWARDS = ("reward-models", "reward-pyiqa", "reward-image-reward", "reward-hpsv3")
-IMAGES = {**{name: name for name in SERVICES}, **dict.fromkeys(REWARDS, "reward")}
+IMAGES = {**{name: name for name in SERVICES}, "reward-models": "reward"}
 """Each with the service that it runs."""
 USER = "10001:10001"
 
@@ -106,13 +106,30 @@ def test_rewards_with_models_share_torch_with_the_rollout() -> None:
         found = instructions(DOCKER / f"{name}.Dockerfile")
         return found[: [rest for _, rest in found].index("torch AS packages")]
 
-    assert all(torch(name) == torch("rollout") for name in REWARDS)
+    assert torch("reward-models") == torch("rollout")
+
+
+def test_a_scorer_with_a_library_is_built_with_what_its_description_says(tmp_path: Path) -> None:
+    """A builder that only notes its arguments stands in for buildah."""
+    engine = tmp_path / "buildah"
+    engine.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >>{tmp_path}/told\n[ "$1" != build ]\n')
+    engine.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    subprocess.run(["docker/build", "reward-hpsv3"], cwd=ROOT, env=environment, capture_output=True)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert {"IMAGE=reward-hpsv3", "WITHOUT=deepspeed|opencv-python", "ABOUT=HPSv3"} <= set(told)
+    assert told[told.index("--file") + 1] == "docker/reward-models.Dockerfile"
+    dockerfile = instructions(DOCKER / "reward-models.Dockerfile")
+    declared = {rest.partition("=")[0] for word, rest in dockerfile if word == "ARG"}
+    assert set(re.findall(r"^([A-Z]+)=", "\n".join(told), re.MULTILINE)) - {"TRAINER"} <= declared
 
 
 @pytest.mark.parametrize(("name", "pinned"), {**{name: name for name in IMAGES}, "trainer": "rollout"}.items())
 def test_an_image_holds_what_is_pinned_for_it(name: str, pinned: str) -> None:
     """tests/test_requirements.py holds the pins to the extras."""
     found = instructions(DOCKER / f"{name}.Dockerfile")
+    if ("ARG", f"IMAGE={name}") in found:  # a scorer with a library has another
+        pinned = "${IMAGE}"
     assert any(word == "COPY" and f"requirements/images/{pinned}.txt" in rest for word, rest in found)
     assert any(word == "RUN" and f"--require-hashes --requirement {pinned}.txt" in rest for word, rest in found)
 
@@ -126,7 +143,7 @@ def test_controller_and_rewards_have_no_torch(name: str) -> None:
 
 def test_torch_is_what_make_installs() -> None:
     (pin,) = re.findall(r"^TORCH\s*\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name in ("rollout", "trainer", *REWARDS):
+    for name in ("rollout", "trainer", "reward-models"):
         assert ("ARG", f"TORCH={pin}") in instructions(DOCKER / f"{name}.Dockerfile")
 
 

@@ -42,6 +42,7 @@ def test_the_operations_page_has_each_limit_with_its_default(owner: type[BaseMod
 def test_the_tables_of_scorers_and_of_serve_are_up_to_date() -> None:
     assert outdated(ROOT / scorer_tables.PAGE, scorer_tables.parts()) == [], "run `make docs`"
     assert outdated(ROOT / scorer_tables.REWARDS, scorer_tables.reward_parts()) == [], "run `make docs`"
+    assert (ROOT / scorer_tables.CHART).read_text(encoding="utf-8") == scorer_tables.chart(), "run `make docs`"
 
 
 def test_make_docs_runs_every_generator() -> None:

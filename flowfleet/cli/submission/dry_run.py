@@ -16,10 +16,10 @@ from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.placement import Placement
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
-from flowfleet.local.rewards import WITHOUT_SETTINGS
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 from flowfleet.process.commands import forkserver_command, trainer_flags
+from flowfleet.scorers import without_settings
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Explained:
 
 def explain(spec: JobSpec) -> Explained:
     """Resolves the job, and each process that a local stack would start for it."""
-    rewards = tuple(name if name in WITHOUT_SETTINGS else f"{name}=HOST:0" for name in spec.reward_services)
+    rewards = tuple(name if name in without_settings() else f"{name}=HOST:0" for name in spec.reward_services)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
     processes = [_process(one.name, one.argv, one.env) for one in _plan(options, placement).processes]

@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
-from flowfleet.local.rewards import SCORERS, WITHOUT_SETTINGS, Reward, parse_reward
+from flowfleet.local.rewards import Reward, parse_reward
 from flowfleet.local.secrets import StackSecrets
-from services.reward import scorers
-
-
-def test_the_scorers_are_those_of_the_service() -> None:
-    assert tuple(scorers.SCORERS) == SCORERS
-    assert set(WITHOUT_SETTINGS) <= set(SCORERS)
 
 
 def test_scorers_with_settings_under_names_and_services(tmp_path: Path) -> None:

@@ -82,23 +82,26 @@ annotations:
 {{/* Reference of one of the images: (list root key of `images`). One with a digest takes no tag. */}}
 {{- define "flowfleet.image" -}}
 {{- $images := (index . 0).Values.images -}}
-{{- $name := get $images (index . 1) -}}
+{{- $name := get $images (index . 1) | default (regexReplaceAll "([A-Z])" (printf "flowfleet-%s" (index . 1)) "-${1}" | lower) -}}
 {{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{ $name }}{{ if not (contains "@" $name) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{/* Whether a scorer runs a model of torch: "true" or "". (scorer) */}}
-{{- define "flowfleet.runsModel" -}}
-{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval" "feature_diversity" "local_vlm") }}true{{ end }}
+{{/* Key of `images` for a scorer: files/scorers.yaml lists the images of several scorers. A scorer with a library of its
+own has an image of its own, named after it: (list root scorer). */}}
+{{- define "flowfleet.scorerImage" -}}
+{{- $scorer := toString (index . 1 | default "") -}}
+{{- $key := empty $scorer | ternary "reward" (printf "reward%s" ($scorer | replace "_" " " | title | nospace)) -}}
+{{- range $image, $scorers := ((index . 0).Files.Get "files/scorers.yaml" | fromYaml).images -}}
+{{- if has $scorer $scorers }}{{ $key = $image }}{{ end -}}
+{{- end -}}
+{{- $key }}
 {{- end }}
 
-{{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
+{{/* Image of a reward, its own or its scorer's: (list root reward). */}}
 {{- define "flowfleet.rewardImage" -}}
-{{- $reward := index . 1 -}}
-{{- $models := include "flowfleet.runsModel" $reward.scorer -}}
-{{- $own := dict "pyiqa" "rewardPyiqa" "image_reward" "rewardImageReward" "hpsv3" "rewardHpsv3" -}}
-{{- $image := get $own (toString $reward.scorer) | default (empty $models | ternary "reward" "rewardModels") -}}
-{{- $reward.image | default (include "flowfleet.image" (list (index . 0) $image)) }}
+{{- $root := index . 0 }}{{ $reward := index . 1 -}}
+{{- $reward.image | default (include "flowfleet.image" (list $root (include "flowfleet.scorerImage" (list $root $reward.scorer)))) }}
 {{- end }}
 
 {{- define "flowfleet.rewardDir" -}}/etc/flowfleet/reward{{- end }}
@@ -108,7 +111,7 @@ YAML would write large numbers as 1e+06. */}}
 {{- define "flowfleet.rewardFiles" -}}
 {{- $root := index . 0 }}{{ $reward := index . 1 }}{{ $judges := index . 2 }}
 {{- $settings := deepCopy $reward.settings }}
-{{- if and $reward.judges (has $reward.scorer (list "vlm" "vlm_ocr")) }}
+{{- if and $reward.judges (has $reward.scorer ($root.Files.Get "files/scorers.yaml" | fromYaml).judges) }}
 {{- $urls := list }}
 {{- range $reward.judges }}
 {{- $urls = append $urls (printf "http://%s-judge-%s:8000/v1" (include "flowfleet.fullname" $root) .) }}
