@@ -48,9 +48,9 @@ def random_model(scorer: Any, folder: Path) -> Any:
 
 def main(folder: Path) -> dict[str, Any]:
     declare_operators()
-    from services.reward.networks import image_reward_model
+    from services.reward.scorers import image_reward
 
-    image_reward_model.model_code()
+    image_reward.model_code()
     vit = sys.modules["ImageReward.models.BLIP.vit"].VisionTransformer
     pretrain: Any = sys.modules["ImageReward.models.BLIP.blip_pretrain"]
     # Two of the 24 blocks of the picture's encoder, which both sides then have.
@@ -61,7 +61,7 @@ def main(folder: Path) -> dict[str, Any]:
     torch.save({"x": Harm(folder / "harmed")}, folder / "ImageReward.pt")
     told["pickle"] = refusal("image_reward", weights=str(folder))
     told["harmed"] = (folder / "harmed").exists()
-    model = random_model(image_reward_model, folder)
+    model = random_model(image_reward, folder)
     weights = model.state_dict()
     torch.save(
         {name: weight for name, weight in weights.items() if not name.startswith("mlp.layers.7")},
