@@ -90,7 +90,6 @@ def test_each_scorer_has_the_image_of_its_description() -> None:
     rendered = Rendered("nvidia", f"rewards={json.dumps(rewards)}")
     images = {name: container(rendered.pod(f"reward-r{at}"))["image"] for at, name in enumerate(scorers.SCORERS)}
     assert images == {name: f"flowfleet-{folder.image}:0.1.0" for name, folder in known().items()}
-    assert len(set(images.values())) == 5
 
 
 def test_the_image_of_a_scorer_with_a_library_is_a_value() -> None:
