@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +28,9 @@ def parts() -> dict[str, str]:
     """Name to content of each generated part of the page of scorers."""
     return {
         "scorers": table(["scorer", "score", "media", "image"], map(_row, folders())),
-        "params": "\n\n".join(_tables("param", _params())),
-        "rubric": table(["key", "default", "meaning"], rows(Rubric)),
-        "settings": "\n\n".join(_tables("setting", _settings())),
+        "params": "\n\n".join(_lists(_params())),
+        "rubric": _listed(rows(Rubric)),
+        "settings": "\n\n".join(_lists(_settings())),
     }
 
 
@@ -86,11 +86,15 @@ def _class(scorer: str, name: str) -> type | None:
     return found
 
 
-def _tables(what: str, owners: Mapping[type, list[str]]) -> Iterator[str]:
-    """A table for each class that has fields, below the names of its scorers."""
+def _lists(owners: Mapping[type, list[str]]) -> Iterator[str]:
+    """A list for each class that has fields, below the names of its scorers."""
     for owner, names in owners.items():
         if fields := rows(owner):
-            yield ", ".join(f"`{name}`" for name in names) + ":\n\n" + table([what, "default", "meaning"], fields)
+            yield ", ".join(f"`{name}`" for name in names) + f":\n\n{_listed(fields)}"
+
+
+def _listed(fields: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"- {name} ({default}): {' '.join(meaning.split())}" for name, default, meaning in fields)
 
 
 if __name__ == "__main__":

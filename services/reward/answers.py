@@ -20,9 +20,9 @@ class AnswerParams:
     """Parameters of a job."""
 
     field: str = "answer"
-    """Field of the metadata with the reference answer, or with a JSON list of accepted ones."""
+    """Metadata field with the reference, or a JSON list of accepted ones."""
     after: str = ""
-    """Only what follows the last of these marks counts, as in "####"; an answer without the mark scores 0."""
+    """Mark such as "####": only the text after the last one counts, and none scores 0."""
 
 
 READERS: Final = {"field": str, "after": str}

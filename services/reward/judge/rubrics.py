@@ -42,32 +42,30 @@ class Rubric(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     question: Annotated[str, Field(min_length=1)]
-    """Question with slots in braces; the user's message."""
+    """The user's message, with slots in braces."""
     system: str = ""
-    """What the system says; empty: nothing."""
+    """System message."""
     mode: Mode = "pointwise"
-    """"pointwise": each sample by itself. "pairwise": which of two of a group is better. "listwise": the order of a
-    group."""
+    """"pointwise": each sample alone. "pairwise": the better of two of a group. "listwise": the order of a group."""
     scale: str | dict[str, float] = "yes/no"
-    """"yes/no" (1 and 0), whole numbers as "1-5", or a table from answer to value. In pairs: how far the first is
-    better, 0 to 1, as {A = 1, B = 0}. Of a ranking unused: it answers with numbers, best first."""
+    """"yes/no" (1 and 0), whole numbers such as "1-5", or a table from answer to value; in pairs how far the first
+    is better, as {A = 1, B = 0}. Unused in rankings."""
     take: Take = "first"
-    """Which place in the answer counts that names one of the scale's: "last" for a judge that reasons first."""
+    """"first" or "last" answer of the scale in the text; "last" for a judge that reasons first."""
     max_tokens: Annotated[int, Field(ge=1, le=16_384)] = 8
-    """Maximum tokens of an answer. A ranking needs some three per picture, reasoning hundreds."""
+    """Maximum tokens of an answer. A ranking needs three per picture, reasoning hundreds."""
     min_mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
-    """An answer that names none of the scale's still counts where they have this much probability at its beginning."""
+    """Probability of the scale's answers at the beginning that makes any other text count."""
     num_frames: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of frames of a video, evenly spaced from the first to the last, in each of its slots."""
+    """Frames per video, evenly spaced."""
     aggregate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
-    """How pairs become scores: the samples' log-strengths, mean 0, or the share of comparisons won, 0 to 1."""
+    """Score from pairs: log-strength, mean 0, or share of comparisons won."""
     max_pairs: Annotated[int, Field(ge=1)] = 64
-    """Maximum number of pairs in a group; of more pairs so many are drawn, by the samples' contents. Each is asked in
-    both orders."""
+    """Maximum pairs per group, drawn by the samples' contents. Each is asked in both orders."""
     num_rankings: Annotated[int, Field(ge=1, le=64)] = 3
-    """Number of rankings of a group, each in another order."""
+    """Rankings per group, each in another order."""
     list_size: Annotated[int, Field(ge=3, le=64)] = 8
-    """Maximum pictures in one ranking; larger groups are split differently for each."""
+    """Maximum pictures per ranking; larger groups are split."""
 
     @model_validator(mode="after")
     def _fits(self) -> Rubric:

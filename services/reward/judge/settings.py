@@ -18,44 +18,43 @@ class JudgeSettings(ScorerSettings):
     """Where the judge is and how it is asked."""
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """URLs of OpenAI-compatible servers of the same model, with the version: http://HOST:PORT/v1. A string may name
-    several, with commas."""
+    """OpenAI-compatible servers of one model, as http://HOST:PORT/v1, separated by commas."""
     model: Annotated[str, Field(min_length=1)]
-    """Name of the model on the servers (vLLM: --served-model-name, else the path that it was given)."""
+    """Name of the model there (vLLM: --served-model-name)."""
     api_key_env: str | None = None
-    """Environment variable with the key that is sent as bearer token; unset: none is sent."""
+    """Environment variable with the bearer token."""
     ca: Path | None = None
-    """PEM file of the CA that signed the servers' certificates; unset: those that Python knows."""
+    """PEM file of the servers' CA; unset: the machine's."""
     deadline_s: Seconds = 60.0
-    """Limit on one question in all: waiting for a place, and retries."""
+    """Limit on one question, with waiting and retries."""
     timeout_s: Seconds = 30.0
     """Timeout of one call."""
     target_latency_s: Seconds = 10.0
-    """A call that takes longer says that its server is crowded: fewer go there at a time."""
+    """Latency above which the limit of concurrent calls falls."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Calls to a server at a time, at first."""
+    """Initial concurrent calls per server."""
     max_concurrency: Annotated[int, Field(ge=1, le=1024)] = 256
-    """Calls to a server at a time, at most."""
+    """Maximum concurrent calls per server."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 3
-    """Maximum retries of one question."""
+    """Maximum retries per question."""
     retry_share: Share = 0.2
-    """Retries as a share of all questions, at most."""
+    """Maximum ratio of retries to questions."""
     backoff_s: Seconds = 0.2
-    """Longest wait before the first retry; it doubles with each."""
+    """Maximum pause before the first retry; it doubles with each."""
     breaker_failures: Annotated[int, Field(ge=1)] = 5
-    """Failures in a row after which a server is left alone."""
+    """Consecutive failures that open a server's circuit breaker."""
     breaker_cooldown_s: Seconds = 5.0
-    """Initial time that the breaker stays open; it doubles with each failed probe, to `breaker_max_cooldown_s`."""
+    """Initial time that the breaker stays open; it doubles with each failed probe."""
     breaker_max_cooldown_s: Seconds = 60.0
-    """See `breaker_cooldown_s`."""
+    """Maximum time that the breaker stays open."""
     cache_size: Annotated[int, Field(ge=0, le=10_000_000)] = 20_000
-    """Answers kept in memory, some kB each at most; 0: none."""
+    """Answers cached in memory, a few kB each."""
     max_parse_failures: Share = 0.1
-    """Share of the latest answers that may be unreadable; beyond it the service answers UNAVAILABLE."""
+    """Maximum share of unreadable answers among the latest 200; beyond it calls are UNAVAILABLE."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """Temperature of the answer; token probabilities are the model's own at any temperature."""
+    """Temperature of the answer, not of token probabilities."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request, as chat_template_kwargs."""
+    """Additional fields of the request, such as chat_template_kwargs."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -101,11 +100,11 @@ class VlmSettings(JudgeSettings):
     """Settings of `vlm`."""
 
     rubric: str
-    """Name of a rubric that comes with the service, or a .toml or .yaml file."""
+    """Shipped rubric, or a TOML or YAML file."""
     logprobs: Literal["auto", "require", "never"] = "auto"
-    """"auto": scores from token probabilities where the server gives them, else from the text; a server that refuses
-    them is asked without. "require": an answer without them fails. "never": they are not asked for."""
+    """Use of token probabilities. "auto": where the server gives them. "require": an answer without them fails.
+    "never": scores come from the text."""
     top_logprobs: Annotated[int, Field(ge=1, le=100)] = 20
-    """Likeliest tokens asked for in each place; vLLM gives at most --max-logprobs (20)."""
+    """Tokens asked for in each place; vLLM gives --max-logprobs (20)."""
     media_root: Path | None = None
-    """Folder below which the files are that the metadata field `source` names, for rubrics with {source}."""
+    """Folder of the files that the metadata field `source` names."""

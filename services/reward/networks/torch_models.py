@@ -33,16 +33,15 @@ class ModelSettings(ScorerSettings):
     """Settings of every scorer around a torch model."""
 
     model: Checkpoint
-    """Folder of the checkpoint, or its name on the Hub, in the layout of Hugging Face transformers: config.json,
-    *.safetensors, image processor and, where the scorer reads text, tokenizer."""
+    """Folder of a transformers checkpoint with safetensors, or its name on the Hub."""
     processor: Checkpoint | None = None
-    """Folder, or name on the Hub, of image processor and tokenizer; unset: that of `model`."""
+    """Folder or name of image processor and tokenizer; unset: `model`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """"auto": the first accelerator that torch can use, else the CPU."""
+    """"auto": the first accelerator, else the CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the weights and the forward pass. Embeddings are normalized and multiplied in float32."""
+    """Data type of weights and forward pass."""
     batch_size: int = Field(default=64, ge=1)
-    """Pictures in one forward pass. It bounds memory: a micro-batch of more is cut."""
+    """Pictures per forward pass."""
 
     @property
     def processor_folder(self) -> Path:

@@ -44,7 +44,7 @@ def test_unknown_names_are_refused() -> None:
 def test_the_page_names_every_scorer_and_the_parameters_of_ocr() -> None:
     page = (Path(__file__).parents[3] / "docs" / "scorers.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in scorers.SCORERS)
-    assert all(f"| `{field.name}` |" in page for field in dataclasses.fields(OcrParams))
+    assert all(f"- `{field.name}` (" in page for field in dataclasses.fields(OcrParams))
 
 
 @pytest.mark.parametrize("name", STARTED_BY_UP)

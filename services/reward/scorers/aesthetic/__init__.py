@@ -63,7 +63,7 @@ class AestheticSettings(ModelSettings):
     """`model` is the CLIP or SigLIP whose pictures' embeddings the head was trained on."""
 
     head: Path
-    """The safetensors file of the head."""
+    """Safetensors file of the head."""
 
 
 class AestheticScorer(PlainScorer):

@@ -200,7 +200,7 @@ class ClipSettings(ModelSettings):
     """Settings of `clip`."""
 
     scale: float = Field(default=1.0, gt=0.0)
-    """The cosine is multiplied by it."""
+    """Factor of the cosine."""
 
 
 class ClipScore(_ClipScorer[ClipSettings]):
@@ -222,7 +222,7 @@ class PickScoreSettings(ModelSettings):
     """Settings of `pickscore`."""
 
     divide_by: float = Field(default=26.0, gt=0.0)
-    """exp(logit_scale) × cosine is divided by it: 26 as in flow_grpo, about 0.65 … 0.95; 1 as its authors have it."""
+    """Divisor: 26 as in flow_grpo (scores about 0.65 … 0.95), 1 as its authors."""
 
 
 class PickScore(_ClipScorer[PickScoreSettings]):
@@ -244,8 +244,7 @@ class HpsSettings(ModelSettings):
     """Settings of `hps`."""
 
     fit: Literal["pad", "crop"] = "pad"
-    """Fits a picture that is not square. "pad": with black on both sides, as HPSv2 does it. "crop": its
-    middle, as CLIP does it."""
+    """Fits a picture that is not square. "pad": black sides, as HPSv2. "crop": the middle, as CLIP."""
 
 
 class HumanPreferenceScore(_ClipScorer[HpsSettings]):

@@ -51,21 +51,20 @@ class GenevalSettings(ModelSettings):
     """`model` is the detector's folder. The defaults are geneval's."""
 
     clip: Checkpoint | None = None
-    """Folder of the CLIP model that names colors, with its processor; unset: requests with colors get no score."""
+    """CLIP model that names colors (geneval: ViT-L/14); unset: requests with colors get no score."""
     threshold: float = Field(default=0.3, ge=0.0, lt=1.0)
-    """Certainty above which an object counts. Detectors differ: OWL-ViT and OWLv2 need about 0.1."""
+    """Certainty above which an object counts. OWL-ViT and OWLv2 need about 0.1."""
     counting_threshold: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """The same for requests with the tag "counting"."""
+    """`threshold` for requests with the tag "counting"."""
     max_objects: int = Field(default=16, ge=1)
-    """Objects of a class that are looked at, the most certain."""
+    """Maximum objects of a class, the most certain."""
     max_overlap: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Overlap (intersection over union) from which the less certain of two objects of a class is left out; 1: none is.
-    Detectors that find an object twice need less, about 0.7."""
+    """Overlap (IoU) above which the less certain of two objects is dropped. Detectors that find objects twice need
+    about 0.7."""
     position_threshold: float = Field(default=0.1, ge=0.0)
-    """Least distance, as a share of both objects' sizes, for one to count as left or right of, above or below the
-    other."""
+    """Minimum distance that makes a position, as a share of both objects' sizes."""
     query: str = "a photo of a {}"
-    """Query for OWL-ViT and OWLv2, with the class for the braces."""
+    """Query for OWL-ViT and OWLv2; the class replaces the braces."""
 
     @field_validator("query")
     @classmethod

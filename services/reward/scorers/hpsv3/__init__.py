@@ -38,11 +38,11 @@ class HPSv3Settings(ScorerSettings):
     weights: Path
     """The checkpoint, HPSv3.safetensors."""
     model: Path
-    """Folder of Qwen2-VL-7B-Instruct, which the checkpoint was trained from, with its weights."""
+    """Folder of Qwen2-VL-7B-Instruct with its weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": the first GPU, else the CPU."""
     batch_size: int = Field(default=8, ge=1)
-    """Pictures in one forward pass."""
+    """Pictures per forward pass."""
 
 
 class HPSv3Scorer(PlainScorer):

@@ -49,42 +49,42 @@ Params = tuple[tuple[str, str], ...]
 
 class HttpSettings(ScorerSettings):
     url: str
-    """URL that requests are posted to, with its path: http:// or https://."""
+    """URL that requests are posted to, with its path."""
     shape: Literal["lists", "flow_grpo", "verl_omni", "flow_factory", "single"] = "lists"
     """Format of requests and answers."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Fields that every body has besides, as only_strict = false."""
+    """Additional fields of every body, such as only_strict = false."""
     batch_size: int = Field(default=8, ge=1, le=1024)
-    """Most samples of a request; 1 in the shape "single"."""
+    """Maximum samples per request; 1 in the shape "single"."""
     concurrency: int = Field(default=64, ge=1, le=1024)
-    """Most requests under way at once, and connections."""
+    """Maximum concurrent requests."""
     timeout_s: float = Field(default=60.0, gt=0.0, le=3600.0)
-    """Timeout of one request, from its first byte to the last of the answer."""
+    """Timeout of one request."""
     retries: int = Field(default=3, ge=0, le=20)
     """Maximum retries of one request."""
     retry_ratio: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Maximum ratio of all retries to all requests, after the first ten."""
+    """Maximum ratio of retries to requests, after the first ten."""
     pause_s: float = Field(default=0.5, gt=0.0, le=60.0)
-    """Longest pause before the first retry; each next one doubles it, to 10 s at most."""
+    """Maximum pause before the first retry; it doubles up to 10 s."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every request. No secrets here."""
+    """Headers of every request, without secrets."""
     headers_from_env: dict[str, str] = Field(default_factory=dict)
-    """Header to the name of the environment variable that holds it, as Authorization = "JUDGE_AUTHORIZATION"."""
+    """Header to the environment variable that holds its value."""
     ca: Path | None = None
-    """PEM of the authority that signed the server's certificate; unset: those that the machine trusts."""
+    """PEM file of the server's CA; unset: the machine's."""
     name: str = Field(default="http", min_length=1)
     """Name in Describe."""
     version: str = "1"
-    """Version of the server's model: change it whenever the model changes."""
+    """Version; change it whenever the server's model changes."""
     video: bool = False
-    """Takes videos as well as pictures."""
+    """Also accept videos."""
     score_min: float | None = None
     score_max: float | None = None
     """Bounds of the score; unset: none."""
     params: tuple[str, ...] = ()
-    """Parameters that a job may give, which travel along; any other is refused."""
+    """Parameters that a job may set; they are sent along."""
     components: tuple[str, ...] = ()
-    """Fields of the answer that are kept besides the scores, and as long as these."""
+    """Further fields of the answer to keep."""
 
     @field_validator("url")
     @classmethod

@@ -36,15 +36,15 @@ MAX_VOTES_PER_SAMPLE = 1000.0
 
 class HumanSettings(ScorerSettings):
     url: str | None = None
-    """URL of the controller's REST API; unset: FLOWFLEET_URL, else this machine's stack."""
+    """URL of the controller; unset: FLOWFLEET_URL, else this machine's stack."""
     prior_std: float = Field(default=1.0, gt=0.0, le=100.0)
-    """Standard deviation of the scores before any vote. A smaller one draws scores of few votes closer together."""
+    """Standard deviation of the scores before any vote."""
 
 
 @dataclass(frozen=True)
 class HumanParams:
     votes_per_sample: float = 2.0
-    """Votes that each sample of a group takes part in, on average."""
+    """Mean votes per sample of a group."""
 
     def wanted(self, num_samples: int) -> int:
         """Votes on a group: enough to connect all samples, at most MAX_WANTED and one on each pair, which one voter can

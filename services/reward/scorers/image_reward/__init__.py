@@ -43,9 +43,9 @@ class ImageRewardSettings(ScorerSettings):
     weights: Path
     """Folder with ImageReward.pt, med_config.json and bert-base-uncased/vocab.txt."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """"auto": the first accelerator that torch can use, else the CPU."""
+    """"auto": the first accelerator, else the CPU."""
     batch_size: int = Field(default=32, ge=1)
-    """Pictures in one forward pass."""
+    """Pictures per forward pass."""
 
 
 class ImageRewardScorer(PlainScorer):

@@ -58,7 +58,7 @@ class LocalVlmSettings(ModelSettings):
     """Settings of `local_vlm`."""
 
     rubric: str
-    """Name of a shipped rubric, or a TOML or YAML file: pointwise, of pictures."""
+    """Shipped rubric, or a TOML or YAML file: pointwise, of pictures."""
 
 
 class LocalVlm(PlainScorer):

@@ -28,7 +28,7 @@ class MathSettings(ScorerSettings):
     """Settings of `math`."""
 
     time_limit_s: int = Field(3, ge=1, le=60)
-    """Limit on reading one answer, and on comparing it once."""
+    """Limit on reading or comparing one answer."""
 
 
 class MathAnswers(AnswerScorer):

@@ -44,7 +44,7 @@ class MotionParams:
     """The parameters of a request, all optional."""
 
     reach: float = 0.5
-    """Displacement, as a fraction of the frame's width or height, that earns the full score."""
+    """Displacement that earns the full score, as a fraction of the frame."""
 
 
 class MotionScorer(Scorer[MotionParams]):

@@ -55,19 +55,17 @@ class OcrParams:
     """The parameters of a request, all optional."""
 
     region: str = "line"
-    """"line": the crop is one line of text. "page": lines are looked for all over the crop."""
+    """"line": the crop is one line of text. "page": it has lines anywhere."""
     crop: Box = WHOLE
-    """"left,top,right,bottom" of the part that is read, as fractions of the picture."""
+    """"left,top,right,bottom" of the part to read, as fractions."""
     alphanumeric: bool = False
-    """Compare letters and digits only, on both sides."""
+    """Compare letters and digits only."""
     score: str = "edit"
-    """"edit": 1 − distance / length. "soft": the probability of the target, per character."""
+    """"edit": 1 − distance / length. "soft": probability of the target per character."""
     min_width: int = 80
-    """Narrower parts are stretched to so many columns (at 48 rows). Each 8 columns hold one character at most; on signs
-    of three and four characters 80 reads as well as 160 in less than half the time."""
+    """Columns that narrower parts are stretched to, at 48 rows. 8 columns hold one character."""
     detection_size: int = 384
-    """Detection size of a page: the crop's longer side is scaled to so many pixels to find lines. Time grows with its
-    square. More pixels find no more text on rendered signs of 512 × 512 with letters of 16 to 100 pixels."""
+    """Pixels of the longer side for finding lines of a page. Time grows with its square."""
 
 
 Read = tuple[int, Reading, Mapping[str, float]]

@@ -37,12 +37,11 @@ class PyiqaSettings(ScorerSettings):
     metric: str
     """Name in `pyiqa.list_models("NR")`."""
     weights: Path | None = None
-    """Folder with the metric's files, `pyiqa/NAME` and `checkpoints/NAME`; unset for metrics that have none, such as
-    `piqe`."""
+    """Folder with `pyiqa/NAME` and `checkpoints/NAME`; unset for metrics without files, such as `piqe`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """"auto": the first accelerator that torch can use, else the CPU."""
+    """"auto": the first accelerator, else the CPU."""
     batch_size: int = Field(default=16, ge=1)
-    """Pictures of one size in one forward pass."""
+    """Pictures per forward pass, of one size."""
 
 
 class PyiqaScorer(PlainScorer):

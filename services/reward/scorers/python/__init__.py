@@ -67,32 +67,31 @@ _MEDIUM: Final[Mapping[str, Callable[[Sample], Any]]] = {
 
 class PythonSettings(ScorerSettings):
     function: str
-    """module:function, as "my_rewards.colour:redness"."""
+    """MODULE:FUNCTION."""
     path: Path | None = None
-    """Directory that modules are looked for in first."""
+    """Directory that is searched for modules first."""
     batch: int = Field(default=1, ge=1, le=256)
-    """Samples of one call. 1: the function gets one sample; more: lists of at most so many."""
+    """Maximum samples per call; above 1 the function gets lists."""
     video: bool = False
-    """Gets the frames of videos, instead of pictures."""
+    """Pass frames of videos instead of pictures."""
     text: bool = False
-    """Gets texts, instead of pictures."""
+    """Pass texts instead of pictures."""
     gradient: bool = False
-    """Gives gradients of the score: the function gets float32 torch tensors (B, 3, H, W) from 0 to 1 of at most `batch`
-    pictures, and gives a differentiable tensor of B scores. It runs in the service's own process."""
+    """Give gradients: the function gets float32 torch tensors (B, 3, H, W) from 0 to 1 and returns a differentiable
+    tensor of B scores."""
     time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
-    """Limit on one call, including decoding that was not done ahead. Beyond it the process is killed, and each sample
-    is scored once more by itself."""
+    """Limit on one call; beyond it the process is killed and each sample retried once."""
     name: str = Field(default="python", min_length=1)
     """Name in Describe."""
     version: str = ""
-    """Unset: a hash of the module's file."""
+    """Version; unset: a hash of the module's file."""
     score_min: float | None = None
     score_max: float | None = None
     """Bounds of the score; unset: none."""
     params: tuple[str, ...] = ()
-    """Parameters that a job may give: keyword arguments of the function, of text. Any other is refused."""
+    """Parameters that a job may set: keyword arguments, as text."""
     components: tuple[str, ...] = ()
-    """Names that the function returns besides the score."""
+    """Components that the function returns."""
 
     @property
     def media(self) -> str:

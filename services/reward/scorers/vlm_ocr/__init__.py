@@ -29,11 +29,11 @@ class VlmOcrSettings(JudgeSettings):
     """Settings of `vlm_ocr`."""
 
     question: str = QUESTION
-    """What is asked, after the picture."""
+    """Question after the picture."""
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256
     """Maximum tokens of the transcript."""
     num_frames: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of frames of a video."""
+    """Frames per video."""
 
 
 class VlmOcrScorer(AsyncScorer[bool]):
