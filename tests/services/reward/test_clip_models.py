@@ -13,9 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPProcessor
 
+from services.reward.networks.encoders import MAX_PROMPTS
 from services.reward.scorer import Outcome, Sample, Score, Scorer
 from services.reward.scorers import make
-from services.reward.scorers.clip import MAX_PROMPTS, letterboxed
+from services.reward.scorers.clip import letterboxed
 from tests.tiny_models.clip import save_clip
 
 NAMES = ("clip", "pickscore", "hps")
@@ -109,7 +110,7 @@ def test_a_long_prompt_is_cut_and_counted(folder: Path) -> None:
 
 
 def test_texts_are_embedded_once_and_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.scorers.clip.MAX_PROMPTS", 2)
+    monkeypatch.setattr("services.reward.networks.encoders.MAX_PROMPTS", 2)
     encoder: Any = getattr(scorer("clip", folder), "_encoder")  # noqa: B009 - mypy
     asked: list[str] = []
     embed = encoder._embed_texts

@@ -23,25 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import SiglipVisionModel
 
-from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.networks.checkpoints import check_checkpoint, check_processor
+from services.reward.networks.encoders import ClipEncoder, PictureEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
-from services.reward.networks.torch_models import (
-    ModelSettings,
-    PictureReader,
-    batches,
-    in_batches,
-    load_model,
-    pick_device,
-    prepare_torch,
-)
+from services.reward.networks.torch_models import ModelSettings, batches, prepare_torch
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
@@ -51,7 +42,6 @@ from services.reward.scorer import (
     ScoreGradient,
     mean_score,
 )
-from services.reward.scorers.clip import ClipEncoder, unit
 
 Head = tuple[NDArray[np.float64], float]
 """(D,) and a number: the score is their product and sum with the unit vector of a picture."""
@@ -83,17 +73,17 @@ class AestheticScorer(PlainScorer):
         self.version, self.pinned = settings.version(1), settings.pinned
         self._settings = settings
         self._num_threads = num_threads
-        self._encoder: ClipEncoder | SiglipEncoder
+        self._encoder: PictureEncoder
 
     def start(self) -> None:
         prepare_torch(self._num_threads)
-        encoder = (
-            ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
+        settings, model = self._settings, self._settings.model
+        self._encoder = (
+            ClipEncoder(settings, model, "model", self._num_threads)
             if self._is_clip
-            else SiglipEncoder(self._settings, self._num_threads)
+            else PictureEncoder(SiglipVisionModel, settings, model, "model", self._num_threads)
         )
-        self._encoder, width = encoder, encoder.width
-        if width != len(self._head[0]):
+        if (width := self._encoder.width) != len(self._head[0]):
             raise ValueError(
                 f"settings.head takes embeddings of {len(self._head[0])} numbers, settings.model makes {width}: "
                 "name the head of that model"
@@ -115,45 +105,6 @@ class AestheticScorer(PlainScorer):
             gradients = gradients_of(scores, leaves)
             outcomes += [ScoreGradient(*pair) for pair in zip(scores.tolist(), gradients, strict=True)]
         return outcomes
-
-
-class SiglipEncoder:
-    """Pictures to unit vectors of SigLIP's vision tower, pooled."""
-
-    def __init__(self, settings: ModelSettings, num_threads: int) -> None:
-        self._device = pick_device(settings.device)
-        self._settings = settings
-        self._model = load_model(SiglipVisionModel, settings, settings.model, "model", self._device)
-        self._read = PictureReader(settings.processor_folder, settings.processor_setting, num_threads)
-
-    @property
-    def width(self) -> int:
-        """Numbers in a vector."""
-        return int(self._model.config.hidden_size)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def embed(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(N, D) float32 unit vectors on the device, with gradient, of pixels (3, H, W) from 0 to 1 each."""
-        with devices.bound(self._device):
-            inputs = torch.stack([self._read.differentiable(one) for one in pixels])
-            pooled: torch.Tensor = self._model(
-                pixel_values=inputs.to(getattr(torch, self._settings.dtype))
-            ).pooler_output
-        return unit(pooled.float())
-
-    @torch.inference_mode()
-    def pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
-        """(N, D) float32 unit vectors on the CPU."""
-        return unit(in_batches(self._run, pictures, self._settings.batch_size))
-
-    def _run(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
-        with devices.bound(self._device):
-            pixels = self._read(pictures).to(self._device, getattr(torch, self._settings.dtype))
-            pooled: torch.Tensor = self._model(pixel_values=pixels).pooler_output
-        return pooled
 
 
 def read_head(path: Path) -> Head:

@@ -19,31 +19,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from transformers import CLIPModel
 
-from flowfleet.hardware import devices
-from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.networks.checkpoints import check_checkpoint, check_processor, read_scalar
+from services.reward.networks.encoders import ClipEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
-from services.reward.networks.torch_models import (
-    ModelSettings,
-    PictureReader,
-    batches,
-    in_batches,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    prepare_torch,
-)
+from services.reward.networks.torch_models import ModelSettings, batches, prepare_torch
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
@@ -53,81 +41,6 @@ from services.reward.scorer import (
     ScoreGradient,
     mean_score,
 )
-
-MAX_PROMPTS = 4096
-"""Prompts whose embeddings are kept: 16 MiB for a CLIP-H. The samples of a group, and of the next epoch, share one."""
-
-
-class ClipEncoder:
-    """Pictures and texts to unit vectors of one CLIP model. For one thread at a time."""
-
-    def __init__(self, settings: ModelSettings, folder: Path, setting: str, num_threads: int) -> None:
-        """Loads the model at `folder`, which `settings.{setting}` names; its processor is there or, for
-        `settings.model`, at `settings.processor`."""
-        processor = (folder, setting) if setting != "model" else (settings.processor_folder, settings.processor_setting)
-        self._device = pick_device(settings.device)
-        self._batch_size = settings.batch_size
-        self._dtype = getattr(torch, settings.dtype)
-        self._model = load_model(CLIPModel, settings, folder, setting, self._device)
-        self._tokenizer = load_tokenizer(*processor)
-        self._read = PictureReader(*processor, num_threads)
-        self._texts: LruCache[str, tuple[torch.Tensor, int]] = LruCache(MAX_PROMPTS)
-
-    @property
-    def width(self) -> int:
-        """Numbers in a vector."""
-        return int(self._model.config.projection_dim)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def embed(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(N, D) float32 unit vectors on the device, with gradient, of pixels (3, H, W) from 0 to 1 each."""
-        with devices.bound(self._device):
-            inputs = torch.stack([self._read.differentiable(one) for one in pixels]).to(self._dtype)
-            embeddings: torch.Tensor = self._model.get_image_features(pixel_values=inputs).pooler_output
-        return unit(embeddings.float())
-
-    @torch.inference_mode()
-    def pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
-        """(N, D) float32 unit vectors on the CPU."""
-        return unit(in_batches(self._embed_pictures, pictures, self._batch_size))
-
-    @torch.inference_mode()
-    def texts(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
-        """(N, D) float32 unit vectors on the CPU, and how many tokens of each text the model does not read."""
-        known = {text: found for text in texts if (found := self._texts.get(text)) is not None}
-        new = list(dict.fromkeys(text for text in texts if text not in known))
-        for part in batches(new, self._batch_size):
-            known.update(zip(part, self._embed_texts(part), strict=True))
-        for text in dict.fromkeys(texts):
-            self._texts.put(text, known[text])
-        return torch.stack([known[text][0] for text in texts]), [known[text][1] for text in texts]
-
-    def _embed_pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
-        with devices.bound(self._device):
-            pixels = self._read(pictures).to(self._device, self._dtype)
-            embeddings: torch.Tensor = self._model.get_image_features(pixel_values=pixels).pooler_output
-        return embeddings
-
-    def _embed_texts(self, texts: Sequence[str]) -> list[tuple[torch.Tensor, int]]:
-        length = self._model.config.text_config.max_position_embeddings
-        whole = self._tokenizer(list(texts), verbose=False).input_ids
-        cut = self._tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-        ).to(self._device)
-        with devices.bound(self._device):
-            output = self._model.get_text_features(input_ids=cut.input_ids, attention_mask=cut.attention_mask)
-            vectors = unit(output.pooler_output.float().cpu())
-        return [(vector, max(0, len(ids) - length)) for vector, ids in zip(vectors, whole, strict=True)]
-
-
-def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """Each row by its length. A row of zeros becomes NaN, which the service refuses."""
-    lengths: torch.Tensor = vectors.norm(dim=-1, keepdim=True)
-    return vectors / lengths
-
 
 Settings = TypeVar("Settings", bound=ModelSettings)
 

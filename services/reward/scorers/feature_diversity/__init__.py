@@ -10,20 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import AutoModel
 
-from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.checkpoints import check_checkpoint, check_processor
-from services.reward.networks.torch_models import (
-    ModelSettings,
-    PictureReader,
-    in_batches,
-    load_model,
-    pick_device,
-    prepare_torch,
-)
+from services.reward.networks.encoders import PictureEncoder
+from services.reward.networks.torch_models import ModelSettings, prepare_torch
 from services.reward.scorer import Outcome, PlainScorer, Sample
 from services.reward.scorers.diversity import COMPONENTS, RANGE, group_scores
 
@@ -45,30 +37,17 @@ class FeatureDiversity(PlainScorer):
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=False)
         self.version, self.pinned = settings.version(1), settings.pinned
         self._settings, self._num_threads = settings, num_threads
-        self._model: Any = None
-        self._read: PictureReader
+        self._encoder: PictureEncoder
 
     def start(self) -> None:
-        settings = self._settings
         prepare_torch(self._num_threads)
-        self._device = pick_device(settings.device)
-        self._model = load_model(AutoModel, settings, settings.model, "model", self._device)
-        self._read = PictureReader(settings.processor_folder, settings.processor_setting, self._num_threads)
+        self._encoder = PictureEncoder(AutoModel, self._settings, self._settings.model, "model", self._num_threads)
 
-    @torch.inference_mode()
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         pictures = [sample.pictures() for sample in samples]
-        flat = [picture for part in pictures for picture in part]
-        embedded = in_batches(self._embed, flat, self._settings.batch_size)
-        features = torch.split(embedded, [len(part) for part in pictures])
-        means = [part.mean(dim=0).numpy() for part in features]
-        return group_scores(means, [sample.group_id for sample in samples])
-
-    def _embed(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
-        with devices.bound(self._device):
-            pixels = self._read(pictures).to(self._device, getattr(torch, self._settings.dtype))
-            embeddings: torch.Tensor = self._model(pixel_values=pixels).pooler_output
-        return embeddings
+        features = self._encoder.features([picture for part in pictures for picture in part])
+        parts = torch.split(features, [len(part) for part in pictures])
+        return group_scores([part.mean(dim=0).numpy() for part in parts], [sample.group_id for sample in samples])
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> FeatureDiversity:

@@ -26,9 +26,9 @@ from pydantic import Field, field_validator
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.checkpoints import Checkpoint, check_checkpoint, check_processor
+from services.reward.networks.encoders import ClipEncoder, unit
 from services.reward.networks.torch_models import ModelSettings, prepare_torch
 from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, mean_score, one_of, read_params
-from services.reward.scorers.clip import ClipEncoder, unit
 from services.reward.scorers.geneval.detectors import CLOSED_TYPES, OPEN_TYPES, Detector, Found, make_detector
 from services.reward.scorers.geneval.rules import (
     COLORS,
