@@ -55,7 +55,12 @@ def _names(chosen: Iterator[Folder]) -> str:
 
 def _row(folder: Folder) -> list[str]:
     names = ", ".join(f"`{name}`" for name in folder.scorers)
-    image = f"`{folder.image}`{f', `{folder.extra}`' if folder.extra else ''}{', network' if folder.network else ''}"
+    notes = [
+        folder.extra and f"`{folder.extra}`",
+        folder.network and "network",
+        folder.library and folder.library.license,
+    ]
+    image = ", ".join([f"`{folder.image}`", *(note for note in notes if note)])
     return [f"[{names}]({folder.page})" if folder.page else names, folder.score, folder.media, image]
 
 

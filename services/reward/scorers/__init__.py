@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from flowfleet.scorers import known
-from services.reward.scorer import AnyScorer
+from services.reward.scorer import AnyScorer, NoSettings
 
 SCORERS: Final[Mapping[str, str]] = {name: folder.name for name, folder in known().items()}
 """Name to package of this one."""
@@ -22,6 +22,8 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> AnyScorer:
     settings that it cannot take, naming the setting."""
     if name not in SCORERS:
         raise ValueError(f"no scorer is called {name!r}: take one of {', '.join(SCORERS)}")
+    if not known()[name].scorers[name].settings:
+        NoSettings.read(settings)
     package = importlib.import_module(f"{__name__}.{SCORERS[name]}")
     scorer: AnyScorer = package.make(name, settings, num_threads)
     return scorer

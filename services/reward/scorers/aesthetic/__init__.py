@@ -140,5 +140,4 @@ def _folded(layers: Sequence[Mapping[str, NDArray[np.float64]]]) -> Head:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
-    """`aesthetic`."""
     return AestheticScorer(AestheticSettings.read(settings), num_threads)

@@ -193,7 +193,6 @@ def letterboxed(picture: Image.Image) -> Image.Image:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
-    """`clip`, `pickscore` or `hps`."""
     if name == "clip":
         return ClipScore(ClipSettings.read(settings), num_threads)
     if name == "pickscore":

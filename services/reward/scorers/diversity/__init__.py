@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score
+from services.reward.scorer import Outcome, PlainScorer, Sample, Score
 
 BLOCKS = 8
 RANGE = (0.0, 2.0)
@@ -41,8 +41,6 @@ class Diversity(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Diversity:
-    """`diversity`, which has no settings."""
-    NoSettings.read(settings)
     return Diversity()
 
 

@@ -51,5 +51,4 @@ class FeatureDiversity(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> FeatureDiversity:
-    """The scorer, of settings as `ModelSettings`. ValueError names the setting."""
     return FeatureDiversity(ModelSettings.read(settings), num_threads)

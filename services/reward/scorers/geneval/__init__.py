@@ -213,5 +213,4 @@ def _classifier(encoder: ClipEncoder, name: str) -> torch.Tensor:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Scorer[Any]:
-    """`geneval`."""
     return GenevalScorer(GenevalSettings.read(settings), num_threads)

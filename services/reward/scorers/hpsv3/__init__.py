@@ -119,7 +119,6 @@ class HPSv3Scorer(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HPSv3Scorer:
-    """ValueError for settings that it cannot take."""
     return HPSv3Scorer(HPSv3Settings.read(settings), num_threads)
 
 

@@ -227,7 +227,6 @@ def _key(sample: EncodedSample, params: Params) -> bytes:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HttpScorer:
-    """`http` with `HttpSettings`."""
     return HttpScorer(HttpSettings.read(settings))
 
 

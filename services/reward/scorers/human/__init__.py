@@ -166,5 +166,4 @@ def _votes_per_sample(text: str) -> float:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HumanScorer:
-    """`human` with `HumanSettings`."""
     return HumanScorer(HumanSettings.read(settings))

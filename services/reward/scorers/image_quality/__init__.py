@@ -35,7 +35,6 @@ from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.scorer import (
     GradientOutcome,
-    NoSettings,
     Outcome,
     PlainScorer,
     Sample,
@@ -73,8 +72,6 @@ class ImageQuality(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> ImageQuality:
-    """`image_quality`, which has no settings."""
-    NoSettings.read(settings)
     return ImageQuality()
 
 

@@ -108,7 +108,6 @@ class ImageRewardScorer(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> ImageRewardScorer:
-    """ValueError for settings that it cannot take."""
     return ImageRewardScorer(ImageRewardSettings.read(settings), num_threads)
 
 

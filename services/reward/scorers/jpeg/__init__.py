@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from PIL.Image import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score, mean_score
+from services.reward.scorer import Outcome, PlainScorer, Sample, Score, mean_score
 
 QUALITY = 95
 
@@ -59,6 +59,4 @@ class JpegCompressibility(_JpegScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
-    """Either scorer; they have no settings."""
-    NoSettings.read(settings)
     return JpegCompressibility() if name == JpegCompressibility.name else JpegIncompressibility()

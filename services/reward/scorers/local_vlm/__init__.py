@@ -211,5 +211,4 @@ def _check(rubric: Rubric, name: str) -> None:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> LocalVlm:
-    """`local_vlm`. ValueError names the setting."""
     return LocalVlm(LocalVlmSettings.read(settings), num_threads)

@@ -66,5 +66,4 @@ class MathAnswers(AnswerScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> MathAnswers:
-    """Makes the scorer with settings as `MathSettings`."""
     return MathAnswers(MathSettings.read(settings))

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flowfleet.media.files import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, Problem, Sample, Score, Scorer, read_params
+from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, read_params
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word to the unit vector, x to the right and y down."""
@@ -65,8 +65,6 @@ class MotionScorer(Scorer[MotionParams]):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> MotionScorer:
-    """`motion`, which has no settings."""
-    NoSettings.read(settings)
     return MotionScorer()
 
 

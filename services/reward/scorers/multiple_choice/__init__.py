@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from services.reward.answers import AnswerScorer
-from services.reward.scorer import NoSettings
 
 _LETTER: Final = r"\(?\s*(?:\\(?:text|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?(?![\w'’])"
 _MARKED: Final = (
@@ -45,6 +44,4 @@ class MultipleChoice(AnswerScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> MultipleChoice:
-    """Makes the scorer, which has no settings."""
-    NoSettings.read(settings)
     return MultipleChoice()

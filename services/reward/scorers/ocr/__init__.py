@@ -21,7 +21,6 @@ from PIL import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorer import (
-    NoSettings,
     Outcome,
     Problem,
     Sample,
@@ -144,8 +143,6 @@ class OcrScorer(Scorer[OcrParams]):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> OcrScorer:
-    """`ocr`, which has no settings."""
-    NoSettings.read(settings)
     return OcrScorer(num_threads)
 
 

@@ -111,7 +111,6 @@ class PyiqaScorer(PlainScorer):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PyiqaScorer:
-    """ValueError for settings that it cannot take."""
     return PyiqaScorer(PyiqaSettings.read(settings), num_threads)
 
 

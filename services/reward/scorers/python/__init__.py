@@ -208,7 +208,6 @@ class PythonFunction(Scorer[Params]):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunction:
-    """`python` with `PythonSettings`. ValueError also for a module that is not found, or gradients without torch."""
     read = PythonSettings.read(settings)
     if not read.gradient:
         return PythonFunction(read)

@@ -51,5 +51,4 @@ class VlmScorer(AsyncScorer[NoParams]):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> VlmScorer:
-    """The scorer, of settings as `VlmSettings`. ValueError names the setting."""
     return VlmScorer(VlmSettings.read(settings))

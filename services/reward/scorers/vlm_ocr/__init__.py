@@ -89,5 +89,4 @@ def _compared(text: str, target: str, alphanumeric: bool) -> Score:
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> VlmOcrScorer:
-    """The scorer, of settings as `VlmOcrSettings`. ValueError names the setting."""
     return VlmOcrScorer(VlmOcrSettings.read(settings))
