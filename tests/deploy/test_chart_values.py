@@ -377,7 +377,7 @@ def test_limits_and_archive_reach_the_controller() -> None:
     (container,) = pod["spec"]["containers"]
     assert "--limit=samples_per_step=8192" in container["args"]
     kept = [argument for argument in container["args"] if argument.startswith("--keep=")]
-    assert sorted(kept) == ["--keep=days=0.5", "--keep=jobs=200", "--keep=metrics=2000000"]
+    assert sorted(kept) == ["--keep=days=0.5", "--keep=jobs=200"]
     assert environment(pod)["FLOWFLEET_ARCHIVE"] == "s3://bucket/jobs"
 
 
