@@ -134,6 +134,8 @@ class ProcessPlan:
     """Engine of a rollout."""
     devices: tuple[str, ...] = ()
     """Accelerators that it is confined to."""
+    forks: bool = True
+    """May be forked from a process that has imported torch; vLLM starts processes and threads of its own."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def _rollout(
         env={**PATIENT_THREADS, **env, **show_only(devices)},
         engine=options.engine,
         devices=devices,
+        forks=not options.engine.startswith("vllm"),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+TRAINER: Final = "services.trainer"
+ROLLOUT: Final = "services.rollout"
 POD_PORT: Final = 7000
 """gRPC of rollouts, rewards and the trainer's rank 0 in pods."""
 HEALTH_PORT: Final = 7001
@@ -16,9 +18,9 @@ RENDEZVOUS_TIMEOUT_S: Final = 86_400
 """Pods that have a node wait so long for those that have none yet; the controller tells meanwhile what is missing."""
 
 
-def forkserver_command(python: str) -> list[str]:
-    """The process from which this machine's trainers are forked."""
-    return [python, "-m", "flowfleet.process.forkserver", "services.trainer.__main__"]
+def forkserver_command(python: str, *modules: str) -> list[str]:
+    """The process from which this machine's processes of these modules are forked, but for the number of its socket."""
+    return [python, "-m", "flowfleet.process.forkserver", *modules]
 
 
 def trainer_flags(port_file: Path) -> list[str]:

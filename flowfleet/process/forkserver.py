@@ -1,85 +1,198 @@
-"""`python -m flowfleet.process.forkserver MODULE`: has imported MODULE and forks processes of it at once.
+"""`python -m flowfleet.process.forkserver MODULE… FD`: has imported the modules and forks processes that run them.
 
-Free of torch. One order a line of standard input, as JSON of `Order`; one answer a line of standard output: `{"ready":
-true}` once MODULE is imported, then `{"pid": …}` for each order. The pid is that of an agent, in a session of its own,
-which forks `ranks` processes that run `MODULE.main(argv)`. The first that fails ends them all; none outlives its agent.
-Agents outlive this process, which ends when its standard input does.
+Saves the seconds that a service takes to import torch. `forks.py` is its client. FD is a listening Unix socket of
+messages (SOCK_SEQPACKET). A connection is one order, so that an answer cannot belong to another one:
 
-MODULE's `preload`, if it has one, imports what it would import later. Nothing that is imported may start threads or
+    client  an `Order` as JSON, with the descriptors of standard input, output and error
+    child   {"pid": …, "started": …}, about itself
+    client  {} once it has noted that; a child whose client is gone instead ends before it has run anything
+    server  {"code": …}, when the child has ended
+
+A child runs `python -m MODULE` by its order's command line, environment and folder. With `ranks` it is an agent, which
+forks so many such processes; the first that fails ends them all, and none outlives its agent. Children outlive this
+process, which ends when its standard input does.
+
+A module's `preload`, if it has one, imports what it would import later. Nothing that is imported may start a thread or
 touch an accelerator.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
+import runpy
+import selectors
 import signal
+import socket
 import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
-from flowfleet.process.service import end_with_parent
+from flowfleet.process.service import end_with_parent, usable_cpus
 from flowfleet.redis.server import free_port
 
-Main = Callable[[Sequence[str]], int]
+MESSAGE_BYTES: Final = 2**18
+ORDER_S: Final = 5.0
+"""Longest wait for the order of a client that has connected."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What an agent starts."""
+    """A process to fork."""
 
+    module: str
     argv: list[str]
-    """Command line of each rank."""
-    log: str
-    """File to which agent and ranks append what they print."""
-    ranks: int = 1
-    env: dict[str, str] = field(default_factory=dict)
+    """Command line without interpreter and module."""
+    env: dict[str, str]
+    """Its whole environment."""
+    cwd: str = field(default_factory=os.getcwd)
+    session: bool = True
+    """Leads a session of its own."""
+    ranks: int = 0
+    """Processes that an agent forks in turn; 0: the process runs the module itself."""
 
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_line(cls, line: str) -> Order:
-        return cls(**json.loads(line))
+    def from_bytes(cls, message: bytes) -> Order:
+        return cls(**json.loads(message))
 
 
-def serve(name: str) -> None:
-    """Imports the module and forks until standard input ends."""
-    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # whatever prints must not answer
-    module: Any = importlib.import_module(name)
-    getattr(module, "preload", lambda: None)()
+def serve(listener: socket.socket, names: Sequence[str]) -> None:
+    """Imports the modules and forks until standard input ends."""
+    os.dup2(2, 1)
+    for name in names:
+        _preload(name)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(f"an import of {', '.join(names)} started threads: {len(threads) - 1}; forks need none")
     gc.collect()
     gc.freeze()  # so that a collection in a child copies no pages
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # agents that have ended leave no zombie
-    print(json.dumps({"ready": True}), file=answers)
-    for line in orders:
-        pid = os.fork()
-        if pid == 0:
-            with _ending():
-                os.close(orders.fileno())
-                os.close(answers.fileno())
-                _end(_agent(Order.from_line(line), module.main))
-        print(json.dumps({"pid": pid}), file=answers)
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == 0:
+                    return
+                if key.fileobj is listener:
+                    _take(listener, selector)
+                else:
+                    _tell(key, selector)
 
 
-def _agent(order: Order, main: Main) -> int:
+def _preload(name: str) -> None:
+    module: Any = importlib.import_module(name)
+    if hasattr(module, "__path__"):  # `-m` runs the package's __main__
+        module = importlib.import_module(f"{name}.__main__")
+    getattr(module, "preload", lambda: None)()
+
+
+def _take(listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Forks the process of a new connection."""
+    connection, _ = listener.accept()
+    connection.settimeout(ORDER_S)
+    try:
+        message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        order = Order.from_bytes(message) if len(files) == 3 else None
+    except (OSError, ValueError, TypeError):
+        order, files = None, []
+    pid = os.fork() if order is not None else None
+    if order is not None and pid == 0:
+        with _ending():
+            for key in [*selector.get_map().values()]:
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+                if key.data is not None:
+                    key.data[1].close()
+                    os.close(key.fd)
+            _child(order, files, connection)
+    for file in files:
+        os.close(file)
+    if pid is None:
+        connection.close()
+        return
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+
+
+def _tell(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """Tells the client of a process that has ended."""
+    pid, connection = key.data
+    selector.unregister(key.fd)
+    os.close(key.fd)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):  # it may be gone
+        connection.send(json.dumps({"code": code}).encode())
+    connection.close()
+
+
+def _child(order: Order, files: Sequence[int], connection: socket.socket) -> NoReturn:
+    if order.session:
+        os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    if not _is_wanted(connection):
+        os._exit(0)
+    os.chdir(order.cwd)
+    os.environ.clear()
+    os.environ.update(order.env)
+    if not sys.flags.safe_path:
+        sys.path[:1] = [] if order.env.get("PYTHONSAFEPATH") else [order.cwd]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    _end(_agent(order) if order.ranks else _run(order))
+
+
+def _is_wanted(connection: socket.socket) -> bool:
+    """Tells the client about this process; False where the client is gone before it has noted that."""
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(None)
+        connection.send(json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid())}).encode())
+        return bool(connection.recv(MESSAGE_BYTES))
+    return False
+
+
+def start_ticks(pid: int) -> str:
+    """When a process started, in kernel ticks since boot: tells it from a later one of the same id. Empty once it is
+    gone or a zombie. It is field 22 of /proc/PID/stat."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _run(order: Order) -> int:
+    """Runs `python -m MODULE` here."""
+    if "torch" in sys.modules:  # its OpenMP read this when it was imported
+        sys.modules["torch"].set_num_threads(int(order.env.get("OMP_NUM_THREADS") or usable_cpus()))
+    sys.argv = [order.module, *order.argv]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it has been imported: so it should
+        for name in (f"{order.module}.__main__", order.module):
+            if name in sys.modules and not hasattr(sys.modules[name], "__path__"):
+                del sys.modules[name]
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _agent(order: Order) -> int:
     """Runs the ranks to their end: 0, or 1 when one of them failed."""
-    os.setsid()
-    output = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # the ranks hear it themselves: they are in this process's group
-    os.environ |= {**order.env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = {_fork_rank(rank, order, main): rank for rank in range(order.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {_fork_rank(rank, order): rank for rank in range(order.ranks)}
     while ranks:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
@@ -95,17 +208,17 @@ def _agent(order: Order, main: Main) -> int:
     return 0
 
 
-def _fork_rank(rank: int, order: Order, main: Main) -> int:
+def _fork_rank(rank: int, order: Order) -> int:
     pid = os.fork()
     if pid:
         return pid
     with _ending():
         end_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order.ranks, "LOCAL_WORLD_SIZE": order.ranks}
         os.environ |= {name: str(value) for name, value in of_rank.items()}
-        _end(main(order.argv))
+        _end(_run(order))
     return pid
 
 
@@ -115,20 +228,25 @@ def _ending() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if isinstance(end.code, str):
+        if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
-        _end(end.code if isinstance(end.code, int) else 1)
+        _end(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except BaseException:
         traceback.print_exc()
     _end(1)
 
 
 def _end(code: int) -> NoReturn:
-    """Without the parent's own ends, which it inherited."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Ends as the interpreter does, but for its search of memory: waits for threads, runs what was registered."""
+    shut_down: Callable[[], None] = getattr(threading, "_shutdown")  # noqa: B009
+    with contextlib.suppress(Exception):
+        shut_down()
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(socket.socket(fileno=int(sys.argv[-1])), sys.argv[1:-1])

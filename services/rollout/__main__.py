@@ -16,6 +16,12 @@ def main() -> int:
     return run_service("rollout", _serve, parser())
 
 
+def preload() -> None:
+    """Imports what a replica with the diffusers engine imports, for a process that replicas are forked from."""
+    import services.rollout.engines.diffusers
+    import services.rollout.process  # noqa: F401
+
+
 def parser() -> argparse.ArgumentParser:
     flags = rpc_parser("Samples groups of images under a verified policy version, and takes new weights.")
     flags.add_argument("--replica-id", help="name in the fleet; default: its address")

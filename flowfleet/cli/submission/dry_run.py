@@ -18,7 +18,7 @@ from flowfleet.local.placement import Placement
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
-from flowfleet.process.commands import forkserver_command, trainer_flags
+from flowfleet.process.commands import TRAINER, forkserver_command, trainer_flags
 from flowfleet.scorers import without_settings
 
 
@@ -45,7 +45,7 @@ def explain(spec: JobSpec) -> Explained:
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
     processes = [_process(one.name, one.argv, one.env) for one in _plan(options, placement).processes]
-    forkserver = forkserver_command(sys.executable)
+    forkserver = forkserver_command(sys.executable, TRAINER)
     processes.append(_process("trainers (a process of the controller's, which has imported all)", forkserver, ()))
     trainer = ["services.trainer", *trainer_flags(Path("runs/local/trainers/<job>.port"))]
     name = f"trainer (forked from trainers for the job, {spec.trainer.world_size} ranks)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import time
+from collections.abc import Callable
 
 from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.stack import RunningProcess, StateDir
 from flowfleet.local.supervision.restarts import Backoff
+from flowfleet.process.forks import FORK_S, FORK_SERVER, IMPORTS_S, Address, StartedProcess
 from flowfleet.rpc.kinds import without_own
 
 MAX_MISSED = 6
@@ -22,38 +23,58 @@ logger = logging.getLogger(__name__)
 class Child:
     """Owned by the supervisor's one thread, but for `checked`; `poll` never blocks."""
 
-    def __init__(self, plan: ProcessPlan, state: StateDir, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        plan: ProcessPlan,
+        state: StateDir,
+        start_timeout_s: float,
+        forks: Callable[[], Address | None] = lambda: None,
+    ) -> None:
+        """`forks` gives the server that may fork the process."""
         self.plan = plan
+        self._forks = forks
+        self._told = 0
+        self._has_forked = False
         self.healthy = False
         self._start_timeout_s = start_timeout_s
         self._missed = 0
         self._state = state
         self._backoff = Backoff()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: StartedProcess | None = None
         self._started = 0.0
         self._restart_at: float | None = None
 
     def start(self) -> None:
         """Starts the process in a session of its own, output appended to its log."""
+        self._start()
+        self._told = self.pid
+
+    def _start(self) -> None:
         self.healthy, self._restart_at, self._missed = False, None, 0
         self._started = time.monotonic()
         with self._state.log(self.plan.name).open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = StartedProcess(
                 self.plan.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
                 env={**self._inherited(), **self.plan.env},
-                start_new_session=True,
+                output=log.fileno(),
+                session=True,
+                note=self._note,
+                address=self._forks() if self.plan.forks else None,
+                within_s=FORK_S if self._has_forked else IMPORTS_S,
             )
+
+    def _note(self, pid: int, _: str) -> None:
+        self._has_forked = True
         try:
-            write_record(self._state.records / f"{self.plan.name}.json", self._process.pid)
+            write_record(self._state.records / f"{self.plan.name}.json", pid)
         except OSError as error:
             logger.warning("%s runs without a record, found by its mark alone: %s", self.plan.name, error)
 
     def _inherited(self) -> dict[str, str]:
         """The supervisor's environment; the keys and tokens in it are the controller's alone."""
-        return dict(os.environ) if self.plan.kind is Kind.CONTROLLER else without_own(os.environ)
+        inherited = dict(os.environ) if self.plan.kind is Kind.CONTROLLER else without_own(os.environ)
+        address = self._forks()
+        return inherited | ({FORK_SERVER: address.to_text()} if address and self.plan.kind is Kind.CONTROLLER else {})
 
     def exit_code(self) -> int | None:
         """How the process ended; None while it runs."""
@@ -61,7 +82,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Id of the most recently started process; 0 before the first."""
+        """Id of the most recently started process; 0 before the first, and while the fork server imports."""
         return self._process.pid if self._process else 0
 
     def checked(self, pid: int, is_alive: bool) -> None:
@@ -73,11 +94,16 @@ class Child:
 
     def poll(self) -> bool:
         """Kills the process if it hangs, and restarts it if it ended and its delay is over; what cannot be started is
-        tried again later. Returns whether it was restarted now."""
+        tried again later. Returns whether it has another id than when it was last asked."""
+        self._keep()
+        is_new, self._told = self.pid not in (0, self._told), self.pid or self._told
+        return is_new
+
+    def _keep(self) -> None:
         code = self.exit_code()
         if code is None:
             self._kill_if_hung()
-            return False
+            return
         now = time.monotonic()
         if self._restart_at is None:
             delay_s = self._backoff.after(now - self._started)
@@ -85,15 +111,13 @@ class Child:
             self.healthy = False
             logger.warning("%s ended with code %d; restarting it in %.1f s", self.plan.name, code, delay_s)
         if now < self._restart_at:
-            return False
+            return
         try:
-            self.start()
+            self._start()
         except OSError as error:  # no memory to fork, or a full disk: the others serve
             delay_s = self._backoff.after(0.0)
             self._restart_at = now + delay_s
             logger.error("%s could not be started; trying again in %.1f s: %s", self.plan.name, delay_s, error)
-            return False
-        return True
 
     def _kill_if_hung(self) -> None:
         """Kills with SIGKILL: a stopped process takes no other signal. Its descendants end with it."""

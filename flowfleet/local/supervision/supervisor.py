@@ -18,6 +18,7 @@ from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervision.checkups import Alive, start_checkups
 from flowfleet.local.supervision.child import Child
 from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.forking import StackForks
 from flowfleet.local.supervision.health import is_alive, serves
 from flowfleet.local.supervision.watchdog import dismiss, start_watchdog
 from flowfleet.process.pulse import HANG_S
@@ -49,7 +50,8 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._alive = alive
         self._hang_s = hang_s
-        self._children = [Child(process, state, start_timeout_s) for process in plan.processes]
+        self._forks = StackForks(plan, state)
+        self._children = [Child(process, state, start_timeout_s, self._forks.address) for process in plan.processes]
 
     def run(self, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
         """Blocks until `stop` is set, then ends everything. Calls `on_ready` once when every process serves.
@@ -67,6 +69,7 @@ class Supervisor:
         finally:
             stop.set()
             ended = end_stack(self._state)
+            self._forks.close()
             dismiss(watchdog)
             logger.info("stack stopped, %d processes ended", ended)
 

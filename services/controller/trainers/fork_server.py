@@ -1,80 +1,80 @@
-"""The process from which a controller's local trainers are forked: it has imported torch and all the rest once."""
+"""Forks a controller's local trainers from processes that have imported torch and all the rest once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+from flowfleet.process.commands import TRAINER, forkserver_command
+from flowfleet.process.forks import Address, Files, Forked, ForkServer, Note
 from flowfleet.process.forkserver import Order
 
 log = logging.getLogger(__name__)
 
-IMPORTS_S = 300.0
-FORK_S = 10.0
+POLL_S = 0.02
+TRIES = 2
+SHARED_S = 60.0
+"""Longest wait for a shared server, which may still import."""
 
 
-class ForkServer:
-    """Starts the fork server when it is first needed, and another one when that is gone or hangs."""
+class TrainerForks:
+    """Forks by the server that this process was told of, and otherwise by one of its own."""
 
-    def __init__(self, command: Sequence[str], env: Callable[[], dict[str, str]], output: Path) -> None:
-        self._command, self._env, self._output = command, env, output
-        self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
+    def __init__(self, python: str, env: Callable[[], dict[str, str]], output: Path, module: str = TRAINER) -> None:
+        self._shared = Address.from_environ()
+        self._server = ForkServer(forkserver_command(python, module), env, output)
+        self._output = output
 
-    async def fork(self, order: Order) -> int:
-        """The pid of the agent. Raises RuntimeError when there is none to be had."""
-        async with self._lock:
-            for _ in range(2):
-                process = await self._ready()
-                assert process.stdin is not None
-                with contextlib.suppress(ConnectionError):
-                    process.stdin.write(order.to_line())
-                    await process.stdin.drain()
-                    if answer := await self._answer(process, FORK_S):
-                        return int(answer["pid"])
-                log.warning("trainer fork server is gone or hangs; starting another one")
-                await self._end()
-            raise RuntimeError(f"could not fork a trainer; see the log {self._output}")
+    async def fork(self, order: Order, log_file: Path, note: Note) -> None:
+        """Starts a trainer. `note` is called before the trainer runs anything, and nothing runs where a caller is
+        cancelled before. Raises RuntimeError when there is no trainer to be had."""
+        if self._shared is not None and self._shared.forks(order.module, order.env):
+            if await _ran(self._by_shared(self._shared, order, log_file, note)):
+                return
+            self._shared = None
+        for _ in range(TRIES):
+            if await _ran(self._by_own(order, log_file, note)):
+                return
+            log.warning("trainer fork server is gone or hangs; starting another one")
+            self._server.close()
+        raise RuntimeError(f"could not fork a trainer; see the log {self._output}")
 
-    async def warm(self) -> None:
-        """Has the process ready for the next trainer."""
-        async with self._lock:
-            await self._ready()
+    def warm(self) -> None:
+        """Has a process ready for the next trainer."""
+        if self._shared is None:
+            self._server.ensure()
 
-    async def _ready(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        with self._output.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                env=self._env(),
-                start_new_session=True,
-            )
-        if await self._answer(self._process, IMPORTS_S) is None:
-            await self._end()
-            raise RuntimeError(f"could not start trainers; see the log {self._output}")
-        return self._process
-
-    async def _answer(self, process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any] | None:
-        """None when the process has ended or is late."""
-        assert process.stdout is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                line = await process.stdout.readline()
-                return json.loads(line) if line else None
+    def _by_shared(self, shared: Address, order: Order, log_file: Path, note: Note) -> Forked | None:
+        with _files(log_file) as files, contextlib.suppress(OSError):
+            return Forked(shared.path, order, files, note, SHARED_S)
         return None
 
-    async def _end(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            self._process = None
+    def _by_own(self, order: Order, log_file: Path, note: Note) -> Forked | None:
+        with _files(log_file) as files, contextlib.suppress(OSError):
+            return self._server.order(order, files, note)
+        return None
+
+
+async def _ran(forked: Forked | None) -> bool:
+    """Waits until the process runs. A cancelled wait ends it before it has run anything."""
+    if forked is None:
+        return False
+    try:
+        while forked.poll() is None and forked.pid == 0:
+            await asyncio.sleep(POLL_S)
+    except BaseException:
+        forked.abandon()
+        raise
+    forked.release()
+    return forked.pid != 0
+
+
+@contextlib.contextmanager
+def _files(log_file: Path) -> Iterator[Files]:
+    """Nothing to read, and a log to append to."""
+    with Path(os.devnull).open("rb") as null, log_file.open("ab") as output:
+        yield null.fileno(), output.fileno(), output.fileno()

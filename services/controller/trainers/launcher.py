@@ -21,12 +21,13 @@ from typing import Protocol
 
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
-from flowfleet.process.commands import forkserver_command, trainer_flags
-from flowfleet.process.forkserver import Order
-from flowfleet.process.service import PATIENT_THREADS, STATE_DIR, TERMINATION_MESSAGE, usable_cpus
+from flowfleet.process.commands import TRAINER, trainer_flags
+from flowfleet.process.forks import fork_environment
+from flowfleet.process.forkserver import Order, start_ticks
+from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, usable_cpus
 from flowfleet.rpc.kinds import job_accept, trainer_environment
 from services.controller.store.leadership import LeaseLost
-from services.controller.trainers.fork_server import ForkServer
+from services.controller.trainers.fork_server import TrainerForks
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ class LocalLauncher:
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
-        self._fork_server = ForkServer(forkserver_command(python), _environment, self._logs / "trainers.log")
-        self._warming: asyncio.Task[None] | None = None
+        self._forks = TrainerForks(python, _environment, self._logs / "trainers.log", TRAINER)
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         process = self._read(job_id)
@@ -111,7 +111,7 @@ class LocalLauncher:
         async with asyncio.timeout(START_TIMEOUT_S):
             while _is_running(process):
                 if (address := _read_if_there(process.port_file)) is not None:
-                    self._warm()
+                    self._forks.warm()  # for the next one, also where this one was adopted
                     return address
                 await asyncio.sleep(POLL_S)
         words = await self.termination_message(job_id) or "it left no message"
@@ -136,10 +136,6 @@ class LocalLauncher:
                 log.warning("stopped the trainer of an ended job", extra={"job": path.stem})
                 await self.stop(path.stem)
 
-    def _warm(self) -> None:
-        """Makes ready for the next trainer, also where this one was adopted."""
-        self._warming = self._warming or asyncio.create_task(self._fork_server.warm())
-
     async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -148,15 +144,22 @@ class LocalLauncher:
         self._words(job_id).unlink(missing_ok=True)
         threads = spec.trainer.threads or max(1, usable_cpus() // spec.trainer.world_size)
         devices = self._devices[: spec.trainer.world_size]
-        env = {**self._variables(job_id, threads), **show_only(devices)}
-        order = Order(trainer_flags(port_file), str(self._log(job_id)), spec.trainer.world_size, env)
-        pid = await self._fork_server.fork(order)  # it outlives a killed controller, which finds it again
-        process = TrainerProcess(pid, _start_ticks(pid), str(port_file))
+        env = {**_environment(), **self._variables(job_id, threads), **show_only(devices)}
+        order = Order(TRAINER, trainer_flags(port_file), env, ranks=spec.trainer.world_size)
+
+        def note(pid: int, started: str) -> None:
+            self._write(job_id, TrainerProcess(pid, started, str(port_file)))
+
+        await self._forks.fork(order, self._log(job_id), note)  # it outlives a killed controller, which finds it again
+        process = self._read(job_id)
+        assert process is not None
+        log.info("trainer started", extra={"job": job_id, "pid": process.pid, "devices": ",".join(devices)})
+        return process
+
+    def _write(self, job_id: str, process: TrainerProcess) -> None:
         temporary = self._file(job_id).with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(process)))
         temporary.replace(self._file(job_id))
-        log.info("trainer started", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
-        return process
 
     def _variables(self, job_id: str, threads: int) -> dict[str, str]:
         return {
@@ -186,15 +189,8 @@ class LocalLauncher:
 
 
 def _environment() -> dict[str, str]:
-    """Environment of the process that trainers are forked from. Its OpenMP has one thread: ranks set their own number,
-    and no thread may run where processes are forked. Libraries look for GPUs when they are imported: they must ask
-    NVML, because no process can use CUDA whose parent has asked CUDA itself."""
-    return {
-        **PATIENT_THREADS,
-        **trainer_environment(os.environ),
-        "OMP_NUM_THREADS": "1",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
+    """Environment of the process that trainers are forked from."""
+    return fork_environment(trainer_environment(os.environ))
 
 
 def device_problem(spec: JobSpec, devices: Sequence[str]) -> str | None:
@@ -215,25 +211,16 @@ def _read_if_there(path: str) -> str | None:
         return None
 
 
-def _start_ticks(pid: int) -> str:
-    """Field 22 of /proc/<pid>/stat; empty once it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
 def _is_running(process: TrainerProcess) -> bool:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)  # reaps it if it was our child
-    return process.started != "" and _start_ticks(process.pid) == process.started
+    return process.started != "" and start_ticks(process.pid) == process.started
 
 
 async def _end_group(process: TrainerProcess, grace_s: float) -> None:
     """SIGTERM to the whole group, SIGKILL to what is left of it after `grace_s`."""
     if not _is_running(process):
-        if _start_ticks(process.pid) == "":  # else the pid is somebody else's by now
+        if start_ticks(process.pid) == "":  # else the pid is somebody else's by now
             _signal_group(process.pid, signal.SIGKILL)
             await _reap(process.pid)
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 from flowfleet.local.files import write_atomically
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     if "--fail" in argv:
         raise SystemExit(argv[-1])
     port_file = argv[argv.index("--port-file") + 1]
@@ -23,4 +23,7 @@ def main(argv: Sequence[str]) -> int:
         Path(f"{port_file}.world").write_text(os.environ["WORLD_SIZE"])
         write_atomically(Path(port_file), "127.0.0.1:4711")
     time.sleep(60)
-    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

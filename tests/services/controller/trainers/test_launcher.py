@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.process import forks
 from flowfleet.rpc.kinds import JOB_ACCEPT, job_token
-from services.controller.trainers import fork_server
 from services.controller.trainers import launcher as module
 from services.controller.trainers.launcher import LocalLauncher
 from tests.waiting import until
@@ -28,8 +28,8 @@ def spec() -> JobSpec:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
-    command = [sys.executable, "-m", "flowfleet.process.forkserver", "tests.services.controller.fake_trainer"]
-    monkeypatch.setattr(module, "forkserver_command", lambda _: command)
+    monkeypatch.delenv(forks.FORK_SERVER, raising=False)
+    monkeypatch.setattr(module, "TRAINER", "tests.services.controller.fake_trainer")
     return LocalLauncher(tmp_path)
 
 
@@ -197,11 +197,11 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
 async def test_trainers_live_on_without_the_process_that_they_were_forked_from(
     launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
+    monkeypatch.setattr(forks, "FORK_S", 0.5)
 
     async def scenario() -> None:
         await launcher.ensure("one", spec)
-        process = launcher._fork_server._process
+        process = launcher._forks._server._process
         assert process is not None
         os.kill(process.pid, number)
         await launcher.ensure("two", spec)
