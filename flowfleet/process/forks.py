@@ -218,10 +218,16 @@ class Forked:
 
 
 class ForkServer:
-    """Owns a fork server, which ends with this process."""
+    """Owns a fork server, which ends with this process. It also forks modules `besides` those that it imports."""
 
-    def __init__(self, command: Sequence[str], env: Callable[[], dict[str, str]], output: Path) -> None:
-        self._command, self._env, self._output = command, env, output
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Callable[[], dict[str, str]],
+        output: Path,
+        besides: Sequence[str] = (),
+    ) -> None:
+        self._command, self._env, self._output, self._besides = command, env, output, besides
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._has_answered = False
@@ -276,7 +282,7 @@ class ForkServer:
                 start_new_session=True,
             )
         modules = self._command[self._command.index("flowfleet.process.forkserver") + 1 :]
-        return Address(path, tuple(modules), fixed_digest(env))
+        return Address(path, (*modules, *self._besides), fixed_digest(env))
 
 
 class StartedProcess:
@@ -297,8 +303,10 @@ class StartedProcess:
         note: Note = _no_note,
         address: Address | None = None,
         within_s: float = IMPORTS_S,
+        ranks: int = 0,
     ) -> None:
         self.args = [*argv]
+        self._ranks = ranks
         self._env, self._cwd, self._session, self._note = dict(env), cwd or os.getcwd(), session, note
         self._null = os.open(os.devnull, os.O_RDONLY)
         self._files = self._null, os.dup(output), os.dup(output if error is None else error)
@@ -347,7 +355,7 @@ class StartedProcess:
         is_module = self.args[:2] == [sys.executable, "-m"]
         if address is None or not is_module or not address.forks(self.args[2], self._env):
             return None
-        order = Order(self.args[2], self.args[3:], self._env, self._cwd, self._session)
+        order = Order(self.args[2], self.args[3:], self._env, self._cwd, self._session, self._ranks)
         try:
             return Forked(address.path, order, self._files, self._note, within_s)
         except OSError:

@@ -248,5 +248,16 @@ def _end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+def main(argv: Sequence[str]) -> None:
+    with socket.socket(fileno=int(argv[-1])) as listener:
+        path = Path(listener.getsockname())
+        try:
+            serve(listener, argv[:-1])
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+
+
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[-1])), sys.argv[1:-1])
+    main(sys.argv[1:])

@@ -18,7 +18,9 @@ from flowfleet.job.spec import read_job_file
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack
+from flowfleet.process.forks import FORK_SERVER
 from flowfleet.redis.client import connect_sync
+from tests.forks import address
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
@@ -48,8 +50,16 @@ class Fleet:
         return psutil.Process(int(json.loads(record.read_text())["pid"]))
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[None]:
+    """Processes of stacks are forked from this worker's server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORK_SERVER, address().to_text())
+        yield
+
+
 @pytest.fixture(scope="module")
-def make_fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def make_fleet(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """A context manager that starts a stack: `with make_fleet(replicas=2) as fleet`."""
 
     @contextmanager

@@ -1,7 +1,6 @@
 """A controller that answers but runs nothing, as a real process, for tests of the client and the command line."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ import httpx
 import pytest
 
 from flowfleet.local.ports import free_ports
+from flowfleet.process.forks import StartedProcess
+from tests.forks import start
 
 
 class IdleController:
@@ -23,16 +24,15 @@ class IdleController:
         self._root = str(directory.parent)
         self.state_dir = directory / "state"
         self._log = (directory / "controller.log").open("ab")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: StartedProcess | None = None
 
     def start(self) -> None:
         flags = ["--port", str(self.port), "--reward", "ocr=a:1", "--data-root", self._root]
         flags += ["--state-dir", str(self.state_dir), *self._flags]
-        self._process = subprocess.Popen(
+        self._process = start(
             [sys.executable, "-m", "tests.flowfleet.idle_controller", *flags],
             env={**os.environ, "FLOWFLEET_REDIS_URL": self.redis_url},
-            stdout=self._log,
-            stderr=self._log,
+            output=self._log.fileno(),
         )
 
     def wait(self) -> None:

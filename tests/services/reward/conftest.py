@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from flowfleet.process.forks import StartedProcess
+from tests.forks import start
+
 START_S = 120.0
 """Time for a service to start: importing torch takes long on a busy machine."""
 
@@ -22,7 +25,7 @@ START_S = 120.0
 class ServiceProcess:
     """`address` is host:port of gRPC; `log` the file that its stderr goes to."""
 
-    process: subprocess.Popen[bytes]
+    process: StartedProcess
     address: str
     log: Path
 
@@ -41,7 +44,7 @@ def reward_process(folder: Path, *flags: str) -> Iterator[ServiceProcess]:
     port_file, log = folder / "port", folder / "log"
     argv = [sys.executable, "-m", "services.reward", "--port-file", str(port_file), "--metrics-port", "0", *flags]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(argv, stderr=stderr)
+        process = start(argv, env=os.environ, output=2, error=stderr.fileno())
     try:
         deadline = time.monotonic() + START_S
         while not port_file.exists():

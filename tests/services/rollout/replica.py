@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from flowfleet.redis.client import connect
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.weights import lora, weights
 from flowfleet.weights.transfer import TransferMember, TransferStore
+from tests.forks import start
 from tests.services.rollout.conftest import PROMPTS
 from tests.streamed import streamed
 
@@ -41,7 +41,7 @@ class ReplicaProcess:
         argv = [sys.executable, "-m", *module, "--port-file", str(port_file), "--threads", "1", *flags]
         with self.log.open("wb") as log:
             environment = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+            self.process = start(argv, env=environment, output=log.fileno())
         deadline = time.monotonic() + TIMEOUT_S
         while not port_file.exists():
             assert self.process.poll() is None, self.log.read_text()

@@ -1,8 +1,8 @@
 """Trainers and replicas as processes of their own, with stubs that speak to them."""
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import grpc
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tests.forks import start
 from tests.services.trainer.steps import JOB
 
 START_TIMEOUT_S = 120.0
@@ -22,7 +23,7 @@ CALL_TIMEOUT_S = 120.0
 class Process:
     """A service started with `--port-file`."""
 
-    def __init__(self, command: list[str], directory: Path, name: str, redis_url: str) -> None:
+    def __init__(self, command: list[str], directory: Path, name: str, redis_url: str, ranks: int = 0) -> None:
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.port"
         self._port_file.unlink(missing_ok=True)
@@ -33,13 +34,8 @@ class Process:
             "FLOWFLEET_DEVICE": "cpu",
         }
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, "--port-file", str(self._port_file)],
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            argv = [*command, "--port-file", str(self._port_file)]
+            self.process = start(argv, env=environment, output=output.fileno(), session=True, ranks=ranks)
 
     def address(self) -> str:
         """Waits until it serves."""
@@ -53,7 +49,8 @@ class Process:
     def kill(self) -> None:
         """kill -9 on all of it."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def end(self) -> int:
@@ -77,9 +74,8 @@ class Trainer(Process):
     ) -> None:
         self.spec = spec
         self.directory = directory
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
-        launcher = torchrun if spec.trainer.world_size > 1 else []
-        super().__init__([sys.executable, *launcher, "-m", module, *flags], directory, name, redis_url)
+        ranks = spec.trainer.world_size
+        super().__init__([sys.executable, "-m", module, *flags], directory, name, redis_url, ranks if ranks > 1 else 0)
         self._stub: Any = None
 
     @property

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Coroutine, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.process import forks
 from flowfleet.rpc.kinds import JOB_ACCEPT, job_token
+from services.controller.trainers import fork_server
 from services.controller.trainers import launcher as module
 from services.controller.trainers.launcher import LocalLauncher
 from tests.waiting import until
@@ -63,6 +70,68 @@ async def test_a_killed_trainer_is_noticed_and_started_again(
         await launcher.stop("job")
 
     await asyncio.wait_for(scenario(), 30)
+
+
+@types.coroutine
+def cancelled_at(wanted: int, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, bool]:
+    """Cancels the task at its await of that number. True where the coroutine was done before."""
+    task, steps = asyncio.current_task(), coroutine.__await__()
+    assert task is not None
+    for number in itertools.count():
+        try:
+            future = next(steps)
+        except StopIteration:
+            return True
+        if number == wanted:
+            task.cancel()
+        try:
+            yield future
+        except asyncio.CancelledError as error:
+            with contextlib.suppress(StopIteration, asyncio.CancelledError):
+                steps.throw(error)
+            task.uncancel()
+            return False
+    raise AssertionError
+
+
+@pytest.mark.anyio
+async def test_a_start_that_is_cancelled_anywhere_leaves_no_trainer_to_another_job(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was cancelled its own trainer does not run, or `stop` ends it; the next job's record is of its own."""
+    monkeypatch.setattr(fork_server, "POLL_S", 0.1)  # a dozen awaits
+    monkeypatch.setattr(module, "POLL_S", 0.1)
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        fresh = LocalLauncher(folder)
+        is_done = await cancelled_at(number, fresh.ensure("cancelled", spec))
+        await fresh.ensure("next", spec)
+        rank = int((folder / "trainers" / "next.port.rank0").read_text())
+        assert os.getpgid(rank) == _pid(folder, "next")
+        await fresh.stop("next")
+        assert _gone(rank)
+        await fresh.stop("cancelled")
+        left = folder / "trainers" / "cancelled.port.rank0"
+        assert not left.exists() or _gone(int(left.read_text()))
+        fresh._forks._server.close()
+        if is_done:
+            assert number > 2
+            return
+
+
+@pytest.mark.anyio
+async def test_a_trainer_runs_nothing_where_its_record_cannot_be_written(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLauncher, "_write", full)
+        with pytest.raises(OSError, match="No space left"):
+            await launcher.ensure("job", spec)
+    await asyncio.sleep(0.5)
+    assert not (tmp_path / "trainers" / "job.port.rank0").exists()
 
 
 @pytest.mark.anyio
@@ -235,10 +304,8 @@ async def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None
     assert not await LocalLauncher(tmp_path).alive("job")
 
 
-def _pid(directory: Path) -> int:
-    import json
-
-    return int(json.loads((directory / "trainers" / "job.json").read_text())["pid"])
+def _pid(directory: Path, job: str = "job") -> int:
+    return int(json.loads((directory / "trainers" / f"{job}.json").read_text())["pid"])
 
 
 def _gone(pid: int) -> bool:

@@ -1,0 +1,55 @@
+"""Processes of tests, forked from one that has imported all services: a process a worker imports torch once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flowfleet.process.commands import forkserver_command
+from flowfleet.process.forks import Address, ForkServer, StartedProcess, fork_environment
+
+IMPORTED = ("services.trainer", "services.rollout", "services.reward", "services.controller")
+BESIDES = (
+    *("flowfleet.local", "flowfleet.local.supervision.watchdog", "tests.flowfleet.idle_controller"),
+    *("serve_idle", "serve_renewing", "scripted_controller", "hogging_controller"),
+    *("tests.services.rollout.stuck_replica", "tests.services.trainer.replica", "tests.services.trainer.ranked"),
+    "tests.services.trainer.slow_compile",
+)
+MODULES = tuple(name if "." in name else f"tests.services.controller.{name}" for name in BESIDES)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this process, which ends with it."""
+    log = Path(tempfile.gettempdir()) / f"flowfleet-forks-{os.getpid()}.log"
+    server = ForkServer(
+        forkserver_command(sys.executable, *IMPORTED), lambda: fork_environment(os.environ), log, MODULES
+    )
+    atexit.register(log.unlink, missing_ok=True)
+    atexit.register(server.close)
+    return server
+
+
+def address() -> Address:
+    return fork_server().ensure()
+
+
+def start(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    output: int,
+    error: int | None = None,
+    session: bool = False,
+    ranks: int = 0,
+) -> StartedProcess:
+    """Starts `python -m MODULE …`, by exec where a fork cannot stand for it: with vLLM, or an environment that imports
+    depend on."""
+    forks = None if any("vllm" in word for word in argv) else address()
+    started = StartedProcess(argv, env=env, output=output, error=error, session=session, address=forks, ranks=ranks)
+    return started.started()
