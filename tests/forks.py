@@ -49,7 +49,10 @@ def start(
     ranks: int = 0,
 ) -> StartedProcess:
     """Starts `python -m MODULE …`, by exec where a fork cannot stand for it: with vLLM, or an environment that imports
-    depend on."""
+    depend on. `ranks` are started by torchrun then."""
     forks = None if any("vllm" in word for word in argv) else address()
+    if ranks and not (forks and forks.forks(argv[2], env)):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        argv, ranks = [argv[0], *torchrun, *argv[1:]], 0
     started = StartedProcess(argv, env=env, output=output, error=error, session=session, address=forks, ranks=ranks)
     return started.started()

@@ -20,7 +20,8 @@ from flowfleet.data.blobs import FsspecBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
-from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import Size
 from flowfleet.process.telemetry import LOG_PROB_GAP
 from flowfleet.proto import trainer_pb2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.data.trajectories import build, check_tensor, load_blob, save_blob
-from flowfleet.models.sequences.adapter import EncodedPrompt
+from flowfleet.models.sequences.prompts import EncodedPrompt
 
 _TOKENS: Final = "flowfleet.tokens.v1"
 _PROMPT: Final = "flowfleet.prompt.v1"

@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from flowfleet.models.families.qwen3_omni import Qwen3OmniThinkerAdapter
-from flowfleet.models.sequences.adapter import PromptMedia, Tokens
+from flowfleet.models.sequences.adapter import Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 
 COLORS: Final = {
     "red": (200, 40, 40),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +19,13 @@ import pytest
 from flowfleet.client.client import Client
 from flowfleet.local import secrets
 from flowfleet.local.stack import MARK
+from flowfleet.process.forks import StartedProcess
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
 from services.controller.store.leadership import TTL_S
 from tests.e2e.conftest import ROOT, Fleet, assert_accounted
 from tests.e2e.test_kills import SAMPLES, STEPS, curve
+from tests.forks import start
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -48,14 +49,14 @@ class Second:
             **secrets.read(Path(stack.state_dir) / "secrets", "controller"),
             MARK: stack.state_dir,
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: StartedProcess | None = None
 
     def ensure(self) -> str:
         """Its URL."""
         if self._process is None or self._process.poll() is not None:
             self._port_file.unlink(missing_ok=True)
             with self._log.open("ab") as log:
-                self._process = subprocess.Popen(self._command, env=self._env, stderr=log)
+                self._process = start(self._command, env=self._env, output=log.fileno())
             wait_until(self._port_file.exists)
         return f"http://{self._port_file.read_text()}"
 

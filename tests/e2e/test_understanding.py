@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 
 from flowfleet.models.registry import sequence_adapter_for
-from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 from tests.e2e.conftest import Fleet
 from tests.tiny_models import make_tiny
 

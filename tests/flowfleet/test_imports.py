@@ -21,3 +21,11 @@ def test_these_modules_load_without(heavy: str) -> None:
     modules = ", ".join(f"flowfleet.{name}" for name in TORCH_FREE)
     code = f"import sys; sys.modules[{heavy!r}] = None; import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("heavy", ["transformers", "diffusers", "torch._dynamo", "peft"])
+def test_flows_load_without(heavy: str) -> None:
+    """Samples and the engines' base serve flows and text; text alone needs transformers."""
+    modules = "flowfleet.data.sequences, services.rollout.engines.base"
+    code = f"import sys, {modules}; sys.exit({heavy!r} in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

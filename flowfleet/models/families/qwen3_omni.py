@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from flowfleet.models.sequences.adapter import EncodedPrompt, PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 from flowfleet.models.sequences.question_media import QuestionProcessor
 
 _FEATURES: Final = "input_features"

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from flowfleet.models.empty import empty_model
 from flowfleet.models.loading import TRANSFORMERS, Component, Layout, LoadFormat, fill_dummy, refuse_pickles
 from flowfleet.models.sequences.attention import PackedAttention
+from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 from flowfleet.models.sequences.routing import Routing
 from flowfleet.models.sequences.token_log_probs import token_log_probs
 
@@ -29,27 +29,6 @@ MODEL: Final = "model"
 """Name of the one component that is trained and published."""
 PARTS: Final[tuple[Component, ...]] = ("transformer", "text_encoder")
 """The model, and what turns prompts into its inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptMedia:
-    """A picture, a sound or a film that a prompt brings, decoded."""
-
-    kind: Literal["picture", "sound", "film"]
-    content: np.ndarray
-    """(H, W, 3) uint8 RGB, (samples,) float32 of one channel at 16 kHz, or (F, H, W, 3) uint8."""
-    rate: float = 0.0
-    """Frames of a film per second; 0: not known."""
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt as the model takes it, on the CPU."""
-
-    token_ids: Tensor
-    """(P,) int64, P at least 1, those that stand for media included."""
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """What its media became, by the names of the model's arguments."""
 
 
 @dataclass(frozen=True)

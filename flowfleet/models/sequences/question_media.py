@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from flowfleet.models.sequences.adapter import EncodedPrompt, PromptMedia
+from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 
 SOUND_RATE: Final = 16_000
 """Samples of a sound per second."""

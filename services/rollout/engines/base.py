@@ -23,7 +23,7 @@ from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.sequences.adapter import PromptMedia
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec

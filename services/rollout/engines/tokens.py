@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flowfleet.data.sequences import StopReason, TokenTrajectory
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, SequenceSampling
 from services.rollout.engines.prompts import timed
 

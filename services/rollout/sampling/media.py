@@ -21,7 +21,7 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss
 from flowfleet.media.files import Frames, MediaLimits, decode_media, open_media
 from flowfleet.media.sound import SOUND_TYPES, decode_sound
-from flowfleet.models.sequences.adapter import PromptMedia
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.rollout.engines.base import GenerationRequest, PromptGroup

@@ -23,7 +23,7 @@ from flowfleet.data.trajectories import EmbedsBlob
 from flowfleet.media.files import encode_media
 from flowfleet.media.text import TEXT_TYPE
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.sequences.adapter import EncodedPrompt
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.process import traces
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateRequest, Noise

@@ -14,7 +14,8 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.errors import InvalidRequest
 from flowfleet.job.spec import JobSpec
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from services.trainer.step.batches import MicroBatch, Update

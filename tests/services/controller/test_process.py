@@ -7,10 +7,10 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,40 @@ import httpx
 import pytest
 
 from services.controller.api.server import GRACE_S
+from tests.forks import start
 
 Job = Callable[..., dict[str, Any]]
 IDLE = "tests.services.controller.serve_idle"
 
 
-def launch(module: str, *argv: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-m", module, *argv]
-    return subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
+class Launched:
+    """A controller and what it writes to its standard error."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._log = tempfile.TemporaryFile()
+        self._process = start(command, env=env, output=1, error=self._log.fileno())
+        self.pid, self.poll, self.wait = self._process.pid, self._process.poll, self._process.wait
+        self.kill, self.send_signal = self._process.kill, self._process.send_signal
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Waits for its end; gives its standard error."""
+        self.wait(timeout)
+        self._log.seek(0)
+        return None, self._log.read().decode()
+
+
+def launch(module: str, *argv: str, prefix: Sequence[str] = (), **env: str) -> Launched:
+    return Launched([*prefix, sys.executable, "-m", module, *argv], {**os.environ, **env})
 
 
 @contextmanager
 def controller(
     module: str, redis_url: str, folder: Path, *, flags: Sequence[str] = (), prefix: Sequence[str] = (), **env: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+) -> Iterator[tuple[Launched, str]]:
     """A process that serves, and its address."""
     port_file = folder / "port"
     port_file.unlink(missing_ok=True)
@@ -51,13 +71,13 @@ def controller(
         process.wait()
 
 
-def stop(process: subprocess.Popen[str]) -> tuple[int, str]:
+def stop(process: Launched) -> tuple[int, str]:
     """Exit code and log after SIGTERM."""
     process.send_signal(signal.SIGTERM)
     return ended(process)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Launched) -> tuple[int, str]:
     _, log = process.communicate(timeout=15)
     return process.returncode, log
 

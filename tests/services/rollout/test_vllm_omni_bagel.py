@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from flowfleet.algorithms.sde import ode_step
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for, family_of, sequence_adapter_for
-from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import Guidance, Size
 from services.rollout.engines.vllm_omni.pipelines.registry import pipeline_for
 from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET

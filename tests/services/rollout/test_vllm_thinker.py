@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from flowfleet.models.registry import sequence_adapter_for
-from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights

@@ -11,7 +11,8 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.registry import sequence_adapter_for
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.redis import keys

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 
 from flowfleet.job.spec import JobSpec
 from services.trainer.parallel.ranks import Ranks
+from tests.forks import start
 from tests.services.trainer.ranked import blobs_of, prepare
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker, state_of
@@ -50,14 +50,9 @@ def worlds(model: Path, parts: dict[str, Any]) -> tuple[JobSpec, JobSpec]:
 
 def torchrun(*folders: Path) -> None:
     """Two ranks. They need what the test session has set: the CPU, one thread."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "tests.services.trainer.ranked", *map(str, folders)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWFLEET_DEVICE": "cpu"}
-    subprocess.run(
-        [*command, "-m", "tests.services.trainer.ranked", *map(str, folders)],
-        env=environment,
-        check=True,
-        timeout=300,
-    )
+    assert start(command, env=environment, output=2, ranks=2).wait(300) == 0
 
 
 @pytest.mark.long

@@ -20,7 +20,8 @@ from flowfleet.models.families.bagel.checkpoint import LAYOUT, load_transformer,
 from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.families.bagel.transformer import Bagel, BagelConfig
 from flowfleet.models.loading import LoadFormat
-from flowfleet.models.sequences.adapter import MODEL, EncodedPrompt, PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 
 _PATCHES: Final = "patches"
 _PLACES: Final = "patch_places"

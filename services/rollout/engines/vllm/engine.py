@@ -23,7 +23,8 @@ from transformers import GenerationConfig
 
 from flowfleet.hardware import devices
 from flowfleet.models.registry import family_of
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter
+from flowfleet.models.sequences.adapter import SequenceAdapter
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters

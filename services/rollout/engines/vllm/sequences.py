@@ -11,7 +11,8 @@ from torch import Tensor
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from flowfleet.data.sequences import StopReason, TokenTrajectory
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter
+from flowfleet.models.sequences.adapter import SequenceAdapter
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from services.rollout.engines.base import (
     GeneratedBatch,
     GeneratedSample,

@@ -25,7 +25,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-from flowfleet.models.sequences.adapter import EncodedPrompt
+from flowfleet.models.sequences.prompts import EncodedPrompt
 
 ARCHITECTURE: Final = "FlowfleetQwen3OmniThinker"
 """Name of the model class in vLLM's registry."""

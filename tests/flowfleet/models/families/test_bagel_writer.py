@@ -11,7 +11,8 @@ import torch
 
 from flowfleet.models.families.bagel.transformer import Bagel
 from flowfleet.models.registry import adapter_for, sequence_adapter_for
-from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import Size
 from flowfleet.planning.sequence_flops import sequence_flops
 from flowfleet.proto.rollout_pb2 import LoraSpec

@@ -16,7 +16,8 @@ from torch import nn
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.models.families.qwen3_omni import Qwen3OmniThinkerAdapter
 from flowfleet.models.registry import family_of, sequence_adapter_for
-from flowfleet.models.sequences.adapter import EncodedPrompt, PromptMedia, Tokens
+from flowfleet.models.sequences.adapter import Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 from flowfleet.models.sequences.question_media import frames_shown
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from flowfleet.models.registry import adapter_for, family_of, sequence_adapter_for
 from flowfleet.models.sequences import token_log_probs
-from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt
 
 SIZES = {
     "vocab_size": 48,
