@@ -20,7 +20,7 @@ DOCS := docs.generate.algorithms docs.generate.metrics docs.generate.models docs
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-lowest test-cluster test-all lint audit fmt docs lock protos \
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-all lint audit fmt docs lock protos \
 	bench images clean
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	@tests/browser
 	$(PYTEST) --numprocesses 3 -m "not long and not cluster" $(PYTEST_FLAGS)
+
+test-fast: $(VENV)/.dev  ## run the tests that need neither torch nor a process, in a minute and a half
+	$(PYTEST) --numprocesses 2 --fast $(PYTEST_FLAGS)
 
 # The same target in an environment of its own, where pip takes what requirements/lowest.txt pins.
 test-lowest:  ## run some of the tests with the oldest versions that pyproject.toml accepts

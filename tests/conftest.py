@@ -16,6 +16,8 @@ from flowfleet.process.service import PATIENT_THREADS
 # core: with two a process, steps of the tiny model took four times as long next to one other process.
 os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
 
+pytest_plugins = ("tests.fast",)
+
 # A time says more of the machine than of what is tested.
 settings.register_profile("flowfleet", deadline=None)
 settings.load_profile("flowfleet")

@@ -39,8 +39,8 @@ def start(server: ForkServer, tmp_path: Path) -> Iterator[Callable[..., StartedP
         env = {**os.environ, **changes.pop("env", {})}
         with (tmp_path / "out").open("ab") as output, (tmp_path / "err").open("ab") as error:
             command = [sys.executable, "-m", module, *argv]
-            files = {"output": output.fileno(), "error": error.fileno()}
-            started.append(StartedProcess(command, env=env, address=address or server.ensure(), **files, **changes))
+            changes |= {"output": output.fileno(), "error": error.fileno()}
+            started.append(StartedProcess(command, env=env, address=address or server.ensure(), **changes))
         return started[-1]
 
     yield start

@@ -29,7 +29,7 @@ class Launched:
     """A controller and what it writes to its standard error."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115: as long as the process
         self._process = start(command, env=env, output=1, error=self._log.fileno())
         self.pid, self.poll, self.wait = self._process.pid, self._process.poll, self._process.wait
         self.kill, self.send_signal = self._process.kill, self._process.send_signal
