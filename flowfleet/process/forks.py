@@ -1,7 +1,7 @@
 """Starts processes by a fork server (`forkserver.py`), or by exec where that cannot serve.
 
 ForkServer      the owner of one: starts it when it is first needed, and another one when that is gone
-Address         how other processes find it, by the environment variable FLOWFLEET_FORK_SERVER
+Address         how other processes find it: by the environment variable FLOWFLEET_FORK_SERVER
 Forked          a process that was ordered: no id until its server has imported everything
 StartedProcess  `subprocess.Popen` that forks where it can
 """
@@ -85,7 +85,7 @@ class Address:
 
     @classmethod
     def from_environ(cls) -> Address | None:
-        """The server that this process was told of."""
+        """The server that FLOWFLEET_FORK_SERVER names."""
         text = os.environ.get(FORK_SERVER)
         if not text:
             return None
@@ -97,7 +97,7 @@ class Address:
 
 
 class Forked:
-    """A process that a fork server was told to start. `pid` is 0 until it has answered; `poll` takes the answer.
+    """A process that a fork server is to start. `pid` is 0 until it has answered; `poll` takes the answer.
 
     Raises OSError where no server listens.
     """

@@ -24,8 +24,9 @@ def test_these_modules_load_without(heavy: str) -> None:
 
 
 def test_flows_load_without_what_text_needs() -> None:
-    """Of both kinds are samples and the base of engines."""
+    """Samples and the base of engines serve flows and text."""
     heavy = {"transformers", "diffusers", "torch._dynamo", "peft"}
-    code = f"import sys, flowfleet.data.sequences, services.rollout.engines.base; sys.exit({heavy!r} & {{*sys.modules}})"
+    modules = "flowfleet.data.sequences, services.rollout.engines.base"
+    code = f"import sys, {modules}; sys.exit({heavy!r} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, stderr=subprocess.PIPE, text=True)
     assert done.stderr == "set()\n"

@@ -13,7 +13,7 @@ from flowfleet.rpc.kinds import without_own
 
 
 class StackForks:
-    """Owns the server, unless this process was told of one. A stack without rollouts to fork has none."""
+    """Owns the server, unless FLOWFLEET_FORK_SERVER names one. A stack without rollouts to fork has none."""
 
     def __init__(self, plan: Plan, state: StateDir) -> None:
         self._shared = Address.from_environ()

@@ -22,7 +22,7 @@ SHARED_S = 60.0
 
 
 class TrainerForks:
-    """Forks by the server that this process was told of, and otherwise by one of its own."""
+    """Forks by the server that FLOWFLEET_FORK_SERVER names, and otherwise by one of its own."""
 
     def __init__(self, python: str, env: Callable[[], dict[str, str]], output: Path, module: str = TRAINER) -> None:
         self._shared = Address.from_environ()

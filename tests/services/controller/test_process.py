@@ -29,7 +29,7 @@ class Launched:
     """A controller and what it writes to its standard error."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = start(command, env=env, output=1, error=self._log.fileno())
         self.pid, self.poll, self.wait = self._process.pid, self._process.poll, self._process.wait
         self.kill, self.send_signal = self._process.kill, self._process.send_signal
@@ -79,7 +79,7 @@ def stop(process: Launched) -> tuple[int, str]:
 
 def ended(process: Launched) -> tuple[int, str]:
     _, log = process.communicate(timeout=15)
-    return process.returncode, log
+    return process.wait(), log
 
 
 def test_an_open_stream_does_not_block_shutdown_and_jobs_stay(redis_url: str, tmp_path: Path, job: Job) -> None:
