@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowfleet.process.commands import forkserver_command
-from flowfleet.process.forks import Address, ForkServer, StartedProcess, fork_environment
+from flowfleet.process.forks import Address, ForkServer, fork_environment
+from flowfleet.process.started import StartedProcess
 
 IMPORTED = ("services.trainer", "services.rollout", "services.reward", "services.controller")
 BESIDES = (

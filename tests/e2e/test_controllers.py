@@ -19,7 +19,7 @@ import pytest
 from flowfleet.client.client import Client
 from flowfleet.local import secrets
 from flowfleet.local.stack import MARK
-from flowfleet.process.forks import StartedProcess
+from flowfleet.process.started import StartedProcess
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
 from services.controller.store.leadership import TTL_S

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from flowfleet.local.ports import free_ports
-from flowfleet.process.forks import StartedProcess
+from flowfleet.process.started import StartedProcess
 from tests.forks import start
 
 

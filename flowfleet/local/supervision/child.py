@@ -11,7 +11,8 @@ from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.stack import RunningProcess, StateDir
 from flowfleet.local.supervision.restarts import Backoff
-from flowfleet.process.forks import FORK_S, FORK_SERVER, IMPORTS_S, Address, StartedProcess
+from flowfleet.process.forks import FORK_S, FORK_SERVER, IMPORTS_S, Address
+from flowfleet.process.started import StartedProcess
 from flowfleet.rpc.kinds import without_own
 
 MAX_MISSED = 6

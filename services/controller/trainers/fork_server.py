@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class TrainerForks:
     """Forks by the server that FLOWFLEET_FORK_SERVER names, and otherwise by one of its own."""
 
     def __init__(self, python: str, env: Callable[[], dict[str, str]], output: Path, module: str = TRAINER) -> None:
-        self._shared = Address.from_environ()
+        self._shared = Address.from_environ() if python == sys.executable else None
         self._server = ForkServer(forkserver_command(python, module), env, output)
         self._output = output
 

@@ -16,8 +16,9 @@ import pytest
 
 from flowfleet.process import forks
 from flowfleet.process.commands import forkserver_command
-from flowfleet.process.forks import Address, Forked, ForkServer, StartedProcess
+from flowfleet.process.forks import Address, Forked, ForkServer
 from flowfleet.process.forkserver import Order
+from flowfleet.process.started import StartedProcess
 from tests.waiting import wait_until
 
 MODULE = "tests.flowfleet.process.forked_module"

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowfleet.process.forks import StartedProcess
+from flowfleet.process.started import StartedProcess
 from tests.forks import start
 
 START_S = 120.0
