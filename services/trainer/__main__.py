@@ -119,7 +119,7 @@ async def lead(options: argparse.Namespace) -> None:
 
 
 def follow(options: argparse.Namespace) -> int:
-    """Any other rank: does what rank 0 says until it says stop."""
+    """Runs a rank other than 0: executes rank 0's commands until one of them is `STOP`."""
     telemetry.configure_logging(f"trainer-rank{os.environ['RANK']}", options.log_level)
     traces.start("trainer")
     _stop_after_signals(options.drain_s + _STOP_S)

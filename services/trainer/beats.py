@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """What a rank's working thread does. Each has a limit of its own from one sign to the next."""
+    """Kind of work that a rank's working thread does. Each kind has its own limit on the time between two signs."""
 
     IDLE = "idle"  # waits for a command, for ever if need be
     WORK = "work"  # computes or takes part in collectives
@@ -60,7 +60,7 @@ def limit_s(phase: Phase, timeouts: TimeoutPart) -> float:
 
 
 class Beats:
-    """One rank's signs. `beat` and `phase` belong to the thread that works, the rest to any thread."""
+    """Signs of life of one rank. `beat` and `phase` belong to the working thread; any thread may call the rest."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -108,7 +108,7 @@ class Beats:
         callback_handler.register_end_callback(end)
 
     def progress(self) -> list[RankProgress]:
-        """What is known of all ranks. The controller asks rank 0 for it."""
+        """Returns the newest known progress of each rank. The controller asks rank 0 for it."""
         self._asked_at = time.monotonic()
         own = self._sign()
         self._heard.set()

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: a kind in one byte and the protobuf message that it came by."""
+"""Commands from rank 0 to the other ranks: one byte for the kind, then the protobuf message of the call."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class About:
-    """What a model's folder says of its training."""
+    """Facts about the training that go into a model's folder."""
 
     job_id: str
     step: int
@@ -107,7 +107,7 @@ def model_bytes(engine: Engine) -> int:
 
 
 def exports_pipeline(spec: JobSpec) -> bool:
-    """Whether the export at a job's end is a whole pipeline, not an adapter."""
+    """Returns True if the job exports a whole pipeline at its end, False if it exports an adapter."""
     return spec.trainer.mode == "full" or spec.trainer.lora.merge
 
 

@@ -1,4 +1,4 @@
-"""What a trainer remembers of the steps it applied, in memory and in every checkpoint: plain JSON."""
+"""Record of the steps that a trainer applied, kept in memory and in every checkpoint as plain JSON."""
 
 from __future__ import annotations
 

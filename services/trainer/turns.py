@@ -1,4 +1,4 @@
-"""Who computes on a rank's device: its updates, or the samples that it makes as a replica. Updates come first.
+"""Turns on a rank's device between its updates and the samples that it makes as a replica. Updates come first.
 
 An update waits for the denoising step at work, not for the whole batch: between two steps a batch lets updates pass.
 Nothing that sampling reads is changed by an update, so a batch that waited makes the same bits.

@@ -1,4 +1,4 @@
-"""One rank's executor of commands. All ranks execute the same commands in the same order; rank 0's results count."""
+"""Executor of commands on one rank. All ranks execute the same commands in the same order; rank 0's results count."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _PHASES = {
     Kind.EXPORT: Phase.CHECKPOINT,
     Kind.SEND_WEIGHTS: Phase.OUTSIDE,
 }
-"""What a command is outside the parts that declare a phase themselves."""
+"""Phase of a command outside the parts that declare a phase themselves."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Published:
-    """One version's weights, ready to be loaded."""
+    """Weights of one version, ready to be loaded."""
 
     version: int
     hashes: dict[str, int]
@@ -82,13 +82,13 @@ class Published:
         return weights.digest(self.hashes)
 
     def is_of(self, request: trainer_pb2.PublishWeightsRequest) -> bool:
-        """Whether these are the weights that a request asks for."""
+        """Returns True if these are the weights that the request asks for."""
         return (self.version, self.evaluated) == (request.version, request.evaluated)
 
 
 @dataclass
 class Job:
-    """What `configure` made."""
+    """State of the configured job; `configure` makes it."""
 
     job_id: str
     spec: JobSpec
@@ -233,8 +233,8 @@ class Worker:
         return published
 
     def share_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published:
-        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is. Returns
-        when all have it, for rank 0 asks them to take it next."""
+        """Keeps the whole adapter on this rank's device, as it is published, for the replica that the rank is. Returns
+        when all ranks have it, because rank 0 asks them to take it next."""
         job = self._configured(request.job_id)
         with self.ranks.together():
             self._shared, hashes = _whole(job.engine.gather(evaluated=request.evaluated), self.ranks.device)
@@ -242,7 +242,7 @@ class Worker:
         return Published(int(request.version), hashes, size, evaluated=request.evaluated)
 
     def shared_adapter(self) -> dict[str, Tensor]:
-        """What `share_adapter` collected last, handed over."""
+        """Hands over the adapter that `share_adapter` collected last."""
         shared, self._shared = self._shared, {}
         return shared
 
@@ -268,7 +268,7 @@ class Worker:
         return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
 
     def _gradients(self, job: Job, request: trainer_pb2.TrainStepRequest) -> RewardGradients:
-        """What asks the rewards of a step."""
+        """Returns the gradients of the rewards of a step, computed when they are asked for."""
         if self._client is None:
             self._client = GradientClient(job.spec.timeouts.score_s, self.ranks.beats.beat, self.loop, self.ranks.rank)
         return RewardGradients(
@@ -394,7 +394,7 @@ class Worker:
 
 
 def _identity(request: trainer_pb2.ConfigureRequest) -> tuple[str, ...]:
-    """What a trainer belongs to; the ledger moves on."""
+    """Returns the fields that a configured job is recognized by. The ledger is not among them, because it changes."""
     return request.job_id, request.spec_json, request.directory
 
 

@@ -38,7 +38,7 @@ class SetAside:
         return int(self.path.name.partition(".")[0].removeprefix("step-"))
 
     def told(self) -> trainer_pb2.SetAside:
-        """What the controller hears of it."""
+        """Returns the message that reports this checkpoint to the controller."""
         return trainer_pb2.SetAside(step=self.step, path=str(self.path), reason=self.reason)
 
 

@@ -13,11 +13,11 @@ from flowfleet.job.spec import JobSpec
 
 @dataclass(frozen=True)
 class Loaded:
-    """What loads an export."""
+    """Library and class that load an exported model."""
 
     library: str
     name: str
-    """Its class there."""
+    """Name of the class in that library."""
     components: tuple[str, ...]
     """Names of the trained transformers."""
 

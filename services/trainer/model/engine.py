@@ -64,7 +64,7 @@ class Engine:
     decoder: Any
     """An adapter with the VAE, of jobs that train on gradients of rewards; else None."""
     replicates: bool
-    """Whether every rank holds the whole model, of which it trains an adapter."""
+    """True if every rank holds the whole model and trains an adapter of it; False if the ranks share the weights."""
 
     def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """What rollouts sample with."""
+        """Returns the schedule that rollouts sample with."""
         rollout = self.spec.rollout
         schedule: Schedule = self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
         return schedule
@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the frozen base is held in float8."""
+        """True if the frozen base is held in float8."""
         return self.spec.model.base == "fp8"
 
     def component(self, timestep: Tensor) -> str:
@@ -188,8 +188,8 @@ class Engine:
         return weights.make_buckets(weights.specs_of(self.trained, self.dtype))
 
     def gather(self, *, evaluated: bool = False) -> Gather:
-        """What is published, in `model.dtype`, to be gathered bucket by bucket: the weights that sample, or those that
-        are evaluated; see `Policies.weights`."""
+        """Prepares the weights that are published: those that sample, or those that are evaluated; see
+        `Policies.weights`. They come in `model.dtype` and are gathered bucket by bucket."""
         self.reshard()
         tensors = self.policies.weights(evaluated=evaluated)
         return Gather(tensors, self.dtype, self.ranks.device, on_bucket=self.ranks.beats.beat)
@@ -246,7 +246,8 @@ class Engine:
         return {name: local(parameter).clone() for name, parameter in self.trained.items()}
 
     def _start_adapter(self) -> None:
-        """What the job starts from; or every rank draws all of it and keeps its shards."""
+        """Fills the adapter from `model.adapter` if the job names one. Otherwise draws it: each rank draws all of it
+        and keeps its own shards."""
         if self._start is not None:
             self._start.fill(self.trained, self.ranks)
             self._start = None
@@ -263,8 +264,8 @@ def _family(spec: JobSpec, path: str | Path) -> Any:
 
 
 def model_spec(spec: JobSpec) -> ModelSpec:
-    """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
-    start has loaded the job's model."""
+    """Returns the model that replicas load. Settings at their default are left out, so that a replica that loaded the
+    same folder at its start needs no second load."""
     model, rollout = spec.model, spec.rollout
     is_usual = model.max_sequence_length == _family(spec, model.path).max_sequence_length
     return ModelSpec(

@@ -1,4 +1,4 @@
-"""What the engine does differently for a flow and for a model that writes text."""
+"""Differences between a flow and a model that writes text, as far as the engine is concerned."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from services.trainer.model.loading import CheckpointSource, Source, persistent
 
 
 class ModelKind(Protocol):
-    """One kind."""
+    """A kind of model: a flow, or a model that writes text."""
 
     layout: Layout
-    """Where its folders hold the weights."""
+    """Where the model's folders hold the weights."""
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A parameter as it is written to files."""
+        """Returns a parameter as it is written to files: one or more named tensors."""
 
     def loaded_by(self, adapter: Any) -> type:
-        """The library's class that loads the folder."""
+        """Returns the library's class that loads the folder."""
 
     def check(self, spec: JobSpec, adapter: Any) -> int:
-        """Elements that a log-prob is a mean over. Raises ValueError for settings that do not fit the model."""
+        """Returns the number of elements that a log-prob is a mean over. Raises ValueError for settings that do not fit
+        the model."""
 
     def source(self, adapter: Any, folder: Path, component: str) -> Source:
         """The stored weights of a component."""

@@ -22,7 +22,7 @@ from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import allocate, local, own_rows
 
 _WRAPPED = ".base_layer."
-"""What PEFT puts into the name of a module that it adapts."""
+"""Part that PEFT inserts into the parameter names of a module that it adapts."""
 
 
 class Source(Protocol):

@@ -27,7 +27,7 @@ from services.trainer.parallel.sharding import exchanged, like, local, reshard
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """One of `algorithm.teachers`."""
+    """A teacher of `algorithm.teachers`."""
 
     name: str
 
@@ -108,18 +108,19 @@ class Policies:
             self._move(self._reference, 0.0)
 
     def weights(self, *, evaluated: bool) -> dict[str, Tensor]:
-        """What is published, by name, spread as the trained weights are.
+        """Returns the weights to publish, by name, sharded as the trained weights are.
 
-        Those that sample are the old policy's where it samples (`old_policy.samples`), else the trained ones. Those
-        that are evaluated (validated and exported) are the average if the job has one, else those that sample.
+        The sampling weights are the old policy's if it samples (`old_policy.samples`), else the trained ones. The
+        evaluated weights, which are validated and exported, are the average if the job keeps one, else the sampling
+        ones.
         """
         sampling = {name: parameter.detach() for name, parameter in self._trained.items()}
         sampling |= self._spread(self._old if self._spec.samples_old_policy else None)
         return sampling | self._spread(self._average) if evaluated else sampling
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, as DTensors on the shards' memory: `old.<name>`, `ema.<name>`, and of a
-        reference that moves `reference.<name>`."""
+        """Returns the tensors that a checkpoint must hold, as DTensors that share the shards' memory: `old.<name>`,
+        `ema.<name>`, and `reference.<name>` if the reference moves."""
         moving = self._reference if reference_moves(self._spec) else None
         kept = {"old": self._old, "ema": self._average, "reference": moving}
         return {
@@ -162,10 +163,11 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Whether what `kl_coef` holds to follows the trained policy, and so is no longer the model before training."""
+    """Returns True if the reference of `kl_coef` follows the trained policy, and so differs from the model before
+    training."""
     return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
 
 
 def needs_reference(spec: JobSpec) -> bool:
-    """Whether the job's loss compares with the model before training."""
+    """Returns True if the job's loss compares with the model before training."""
     return spec.loss.needs_reference or spec.algorithm.kl_coef > 0

@@ -26,7 +26,7 @@ from services.trainer.parallel.sharding import like, local, num_shards
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """One optimizer step."""
+    """Outcome of one optimizer step."""
 
     grad_norm: float
     """Before clipping, over all ranks; may be infinite or NaN."""
@@ -64,7 +64,8 @@ class ShardedAdamW:
         return outcome
 
     def moments(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of them, as DTensors on the store's memory: loading into these restores it."""
+        """Returns the moments that a checkpoint holds, as DTensors that share the store's memory. Loading a checkpoint
+        into these tensors restores the optimizer."""
         return {
             name: like(self._trained[name.partition(".")[2]], tensor)
             for name, tensor in self._moments.tensors().items()

@@ -58,5 +58,5 @@ class LossScale:
         return {name: value for name, value in asdict(self).items() if name in ("scale", "num_finite")}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """What `to_json` gave; nothing of a checkpoint that has none."""
+        """Restores what `to_json` returned. A checkpoint without a loss scale starts a new one."""
         self.scale, self.num_finite = data.get("scale"), int(data.get("num_finite", 0))

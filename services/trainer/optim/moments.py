@@ -31,7 +31,7 @@ _SLOTS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """All of one shape, on one device."""
+    """Shard of a parameter, its gradient and its moments: equal shapes, on one device."""
 
     parameter: Tensor
     grad: Tensor
@@ -44,8 +44,8 @@ class Moments(Protocol):
         """Pieces of the shards that have a gradient, all by published name. Must be exhausted."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this rank: `<kind>.<name>`, each with as many rows as its shard, on the memory of
-        the store, so that loading into these tensors restores it."""
+        """Returns this rank's part of a checkpoint: `<kind>.<name>`, each tensor with as many rows as its shard. The
+        tensors share the store's memory, so loading into them restores it."""
 
 
 def make_moments(state: str, shards: Mapping[str, Tensor]) -> Moments:

@@ -1,1 +1,1 @@
-"""What all ranks share: their group, how a transformer is spread over them, its blocks."""
+"""Work shared by all ranks: their process group, the sharding of a transformer, its blocks."""

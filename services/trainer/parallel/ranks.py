@@ -43,7 +43,7 @@ _KINDS: tuple[type[errors.FlowfleetError], ...] = (
 )
 """A subclass stands before its base."""
 _OTHER = _KINDS.index(errors.InvalidRequest)
-"""What other ranks raise for a kind that is not among them."""
+"""Kind that the other ranks raise for an error whose own kind is not in `_KINDS`."""
 _BETWEEN = "\x1f"
 """Separates what an error has besides its message, which is last and may be cut."""
 

@@ -104,7 +104,7 @@ class Broadcaster:
         self.leave()
 
     def _of(self, request: PublishWeightsRequest) -> Published | None:
-        """What was last sent, if it is what is asked for."""
+        """Returns the weights sent last, or None if the request asks for other ones."""
         return self._last if self._last is not None and self._last.is_of(request) else None
 
     def _wants(
@@ -120,7 +120,8 @@ class Broadcaster:
         await client.init(job.job_id, job.spec)
 
     async def _attempt(self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient]) -> dict[str, str]:
-        """One try with all of `clients`; returns who failed to verify. Raises _Broken when one lacks a bucket."""
+        """Tries one broadcast to all of `clients`. Returns the error of each replica that failed to verify, by its id.
+        Raises _Broken when a replica lacks a bucket."""
         group = await self._join(job, clients)
         await _done(
             Phase(clients, lambda client: client.start(job.job_id, request.version, evaluated=request.evaluated))
@@ -187,7 +188,8 @@ class Broadcaster:
         return group
 
     def _absent(self, error: RuntimeError) -> dict[str, str]:
-        """Who did not come to the group, unless it is everybody: that tells nothing of a single replica."""
+        """Returns an error for each replica that did not join the group, by its id. If all are missing the cause is not
+        in a single replica, so the result is empty."""
         missing = error.missing if isinstance(error, GroupBroken) else ()
         if len(missing) == len(self._members):
             return {}
@@ -229,7 +231,8 @@ async def _done(phase: Phase) -> None:
 
 
 async def _guilty(clients: list[ReplicaClient], phase: Phase) -> dict[str, str]:
-    """Who broke the group: whoever says so in the phase that ran, or is gone, or is another process than before.
+    """Returns the error of each replica that broke the group, by its id: it reported a failure of its own in the
+    interrupted phase, or it is gone, or it restarted.
 
     Cancels the call of a replica that still waits for buckets, so that it gives up.
     """

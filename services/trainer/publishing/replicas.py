@@ -31,15 +31,15 @@ class ReplicaFailure(Exception):
 
 
 class ReplicaClient:
-    """One replica until `deadline` (time.monotonic). Every method raises ReplicaFailure."""
+    """Client of one replica, usable until `deadline` (time.monotonic). Each method raises ReplicaFailure."""
 
     def __init__(self, replica: Replica, deadline: float, attempt: int = 0) -> None:
         self.replica_id = replica.replica_id
         self.last_status = rollout_pb2.RolloutStatus()
         self.drain_s = 0.0
-        """Time that it took to finish its running samples."""
+        """Seconds that the replica took to finish its running samples."""
         self.paused_at: float | None = None
-        """When it first stood still for the update (time.monotonic)."""
+        """Time at which the replica first stood still for the update (time.monotonic)."""
         self.verified_at: float | None = None
         self._deadline = deadline
         self._attempt = attempt
@@ -92,8 +92,8 @@ class ReplicaClient:
         self.verified_at = time.monotonic()
 
     def serves(self, job_id: str, published: Published) -> bool:
-        """Whether its last status shows exactly these weights: the average of the trained weights begins with their
-        digest, but is not to be sampled with."""
+        """Returns True if the replica's last status shows exactly these weights. The digest alone is not enough: at the
+        start the average has the digest of the trained weights, but must not be sampled with."""
         status = self.last_status
         return (
             status.state == rollout_pb2.ROLLOUT_STATE_SERVING

@@ -1,1 +1,1 @@
-"""One training step: its request, batches, updates and metrics; objectives/ is what a loss trains on."""
+"""Parts of a training step: its request, batches, updates and metrics. objectives/ has what each loss trains on."""

@@ -31,7 +31,7 @@ READERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch on the device: B samples."""
+    """A micro-batch of B samples on the device."""
 
     rows: tuple[int, ...]
     """Indices into the step's samples."""
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBatch(Batch):
-    """What every forward of a flow takes."""
+    """Inputs that every forward of a flow takes."""
 
     ties: Tensor
     """(B,) float32: 1 where the KL to the reference counts, else 0."""
@@ -73,7 +73,7 @@ class FinalBatch(FlowBatch):
     clean: Tensor
     """(B, *latent) float32."""
     places: tuple[tuple[int, int], ...]
-    """What a row's noise is drawn from besides the step: its group and its index, or its pair's number, or 0."""
+    """Per row its group, and by kind of loss its index, its pair's number or 0. With the step they seed its noise."""
 
 
 class StepReader:
@@ -145,14 +145,14 @@ class StepReader:
         return own.group, item.pair if loss.needs_pairs else 0 if loss.shares_noise else own.index
 
     def _negative(self, items: Sequence[TrainSample]) -> PromptEmbeds | None:
-        """One row where all share it, for then it is no matter of the batch."""
+        """Returns a single row where all samples share the negative prompt, so that it does not depend on the batch."""
         if not self._spec.rollout.guidance.is_on:
             return None
         refs = [item.sample.negative_embeds for item in items]
         return self._prompts(refs[:1] if len({ref.sha256 for ref in refs}) == 1 else refs)
 
     def _prompts(self, refs: Sequence[BlobRef]) -> PromptEmbeds:
-        """One row a reference, padded to the widest, as the rollout padded them to the widest of its request."""
+        """Returns one row per reference, padded to the widest. The rollout padded them to the widest of its request."""
         names = list(dict.fromkeys(ref.sha256 for ref in refs))
         embeds = concat_embeds([self._embeds[name] for name in names])
         return embeds.select([names.index(ref.sha256) for ref in refs]).to(self._adapter.device)

@@ -33,18 +33,18 @@ class Reader(Protocol):
 
 
 class StepKind(Protocol):
-    """One kind."""
+    """Part of a training step that depends on the kind of samples: which go together, their passes, their reader."""
 
     def problem(self, sample: Sample, first: Sample, spec: JobSpec) -> str | None:
-        """Why a sample cannot be trained on together with the step's first; None when it can."""
+        """Returns why a sample cannot be trained on together with the step's first; None when it can."""
 
     def plan(
         self, samples: Sequence[TrainSample], keys: Sequence[Key], pairs: Sequence[Pair], spec: JobSpec, place: Place
     ) -> Passes:
-        """The updates of each pass."""
+        """Returns the updates of each pass."""
 
     def reader(self, adapter: Any, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None]) -> Reader:
-        """A reader of a job."""
+        """Returns a reader of the job's samples."""
 
 
 Place = tuple[int, int]
@@ -75,7 +75,7 @@ class StepsKind(FlowKind):
     """Noisy steps are trained on."""
 
     def problem(self, sample: Sample, first: Sample, spec: JobSpec) -> str | None:
-        """All must share their noisy steps."""
+        """Rejects also samples whose noisy steps differ from the first's."""
         steps, num_steps = list(sample.sde_steps), spec.rollout.num_inference_steps
         if found := super().problem(sample, first, spec):
             return found

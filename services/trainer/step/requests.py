@@ -1,4 +1,4 @@
-"""What calls ask for, checked before anything is read: whatever is wrong says which sample, or which field, it is."""
+"""Checks of requests before any blob is read. Each error names the sample or the field that is wrong."""
 
 from __future__ import annotations
 

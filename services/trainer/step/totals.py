@@ -1,4 +1,4 @@
-"""What a step's metrics are made of: sums of this rank while it trains, over all ranks in the end."""
+"""Sums behind a step's metrics: of this rank while it trains, over all ranks at the end."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from services.trainer.step.gradients.store import GradientStore, RowGradient
 
 @dataclass(frozen=True)
 class BatchGradient:
-    """What rewards said of B rows."""
+    """Rewards of B rows, and their gradient by the latents."""
 
     gradient: Tensor
     """(B, *latent) float32 on the device; zeros for a row that no reward could score."""

@@ -28,7 +28,7 @@ _NAME = re.compile(r"step-(\d+)-\w+")
 
 @dataclass(frozen=True)
 class RowGradient:
-    """What rewards said of one row."""
+    """Reward of one row, and its gradient by the latents."""
 
     gradient: Tensor
     """(*latent) float32 on the CPU: of the wanted rewards' weighted sum, by the clean latents."""

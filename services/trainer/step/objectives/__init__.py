@@ -1,6 +1,10 @@
-"""What a loss trains on: stored noisy steps, by log-probs (policy.py) or with a teacher's (distillation.py); new
-noise over finished latents (matching.py); a reward's gradient at a predicted image (gradient.py); or written tokens
-(sequence.py).
+"""Objectives: how a step's samples become gradients of a loss.
 
-`base.py` says what the update loop wants of each; `draws.py` has the noise of matching.py and gradient.py.
+    policy         stored noisy steps, by log-probs
+    distillation   stored noisy steps, next to a teacher's means
+    matching       new noise over finished latents
+    gradient       a reward's gradient at a predicted image
+    sequence       written tokens
+
+`base.py` has the interface that the update loop calls; `draws.py` has the noise of matching.py and gradient.py.
 """

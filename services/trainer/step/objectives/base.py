@@ -1,4 +1,4 @@
-"""What the update loop (services/trainer/step/update.py) asks of an objective."""
+"""Interface between the update loop (services/trainer/step/update.py) and an objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.trainer.step.inputs import Batch, FlowBatch, StepsBatch
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward and backward of an update."""
+    """A forward and backward pass of an update."""
 
     batch: Batch
     component: str

@@ -30,7 +30,7 @@ _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ra
 
 
 class _Known:
-    """What was computed before the step's first optimizer update, by sample: later passes batch samples otherwise."""
+    """Values computed before the step's first optimizer update, by sample: later passes form other batches."""
 
     def __init__(self) -> None:
         self._rows: dict[_Name, dict[int, Tensor]] = {}
@@ -159,7 +159,8 @@ class PolicyObjective:
         return loss + self._part.kl_coef * batch.ties * kl
 
     def _rows(self, batch: StepsBatch, k: int, result: StepResult) -> PolicyRows:
-        """What the loss may read. Without an old log-prob the old policy is the current one, or the rollout."""
+        """Collects the values that the loss may read. The old log-prob is the rollout's with `old_log_probs =
+        "rollout"`, else the one that was computed before, else the current policy's."""
         bypass = self._part.old_log_probs == "rollout"
         old, old_mean = self._known.of("old_log_prob", batch, k), self._known.of("old_mean", batch, k)
         current = result.log_prob.detach() if old is None else old
