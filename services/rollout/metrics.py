@@ -1,4 +1,4 @@
-"""What a replica exports to Prometheus."""
+"""Prometheus metrics of a replica."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
 
 
 def _end_at_once() -> None:
-    """What it still makes is asked of its successor."""
+    """Ends this process at once. Its unfinished samples are requested again, from its successor."""
     logging.shutdown()
     os._exit(1)
 

@@ -85,7 +85,7 @@ class Membership:
                 log.warning("could not renew the registration: %s", error)
 
     async def _write(self, record: Callable[[], ReplicaRecord] | None, *, joins: bool = False) -> None:
-        """One after the other: an older record never replaces a newer one."""
+        """Writes the record, one write at a time, so that an older record never replaces a newer one."""
         assert record is not None
         async with self._writing:
             is_ours = await self._directory.put(record(), joins=joins)

@@ -1,1 +1,1 @@
-"""What samples: `base.RolloutEngine` is the interface, each other module an engine, imported only when it is chosen."""
+"""Rollout engines. `base.RolloutEngine` is the interface; each other module is an engine, imported only when chosen."""

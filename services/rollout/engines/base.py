@@ -1,6 +1,6 @@
-"""What a rollout engine is, and the plain values that go in and out. Nothing here knows of calls, streams or blobs.
+"""Interface of a rollout engine, and the plain values that go in and out. Nothing here knows calls, streams or blobs.
 
-An engine holds one base model and at most one adapter, and does one thing at a time on its own thread or process; its
+An engine holds one base model and at most one adapter, and does one thing at a time on its own thread or process. Its
 methods are coroutines, so that a server can take requests meanwhile. It knows no jobs and no versions: the server calls
 the methods that change weights only while nothing samples.
 
@@ -30,7 +30,7 @@ from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights.weights import Member
 
 Record = Literal["none", "steps", "final", "tokens"]
-"""What is kept of each sample: nothing, the noisy steps, the final latents, or the tokens."""
+"""Part of a sample that is kept: nothing, the noisy steps, the final latents, or the tokens."""
 
 
 NO_FRAMES: Final = np.empty((0, 1, 1, 3), np.uint8)
@@ -54,7 +54,7 @@ class Sampling:
     shift: float | None = None
     """Static shift of the noise levels; None is the checkpoint's."""
     full_precision: bool = False
-    """Whether linears that have float8 copies compute with their weights as they are."""
+    """True if linears that have float8 copies compute with their original weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SequenceSampling:
     """Texts that end a sequence."""
     max_prompt_tokens: int | None = None
     routed_experts: bool = False
-    """Whether records hold the experts that each token took."""
+    """True if records hold the experts that each token took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Noise:
     eta: float = 0.0
     steps: tuple[int, ...] = ()
     share_initial: bool = False
-    """One initial latent for a whole group."""
+    """True if all samples of a group start from the same initial latents."""
     tail_steps: int = 0
     """Steps of `dpm_solver_2` after the last noisy one, in place of all that the schedule has there; 0 leaves those."""
     recorded: tuple[int, ...] = ()
@@ -105,11 +105,11 @@ class PromptGroup:
     images: tuple[Image.Image, ...] = ()
     """Condition images, for families that take them."""
     media: tuple[np.ndarray, ...] = ()
-    """One an index, (F, H, W, 3) uint8: encoded to final latents in place of sampling."""
+    """Frames for each index, (F, H, W, 3) uint8: encoded to final latents instead of sampling."""
     negative_prompt: str | None = None
     """In place of the sampling's."""
     inputs: tuple[PromptMedia, ...] = ()
-    """What a prompt of a policy that writes tokens brings: pictures, sounds and films."""
+    """Pictures, sounds and films that come with the prompt, for a policy that writes tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class GenerationRequest:
     noise: Noise
     record: Record
     reference_kl: bool = False
-    """Whether each noisy step is compared with that of the policy without its adapter."""
+    """True if each noisy step is compared with that of the policy without its adapter."""
     sequence: SequenceSampling | None = None
     """Set for a policy that writes tokens."""
 
@@ -141,7 +141,7 @@ class GeneratedSample:
     reference_kl: float = 0.0
     """Mean over the noisy steps, if the request asked for it."""
     text: str | None = None
-    """What a policy that writes tokens wrote."""
+    """Text that a policy wrote, if it writes tokens."""
     prompt_tokens: int = 0
     num_tokens: int = 0
     stop_reason: str = ""
@@ -172,11 +172,11 @@ class RolloutEngine(ABC):
     num_devices: int = 1
     """Devices that share each sample, from `device` on."""
     pulse: Pulse
-    """What the engine's thread reports its progress to."""
+    """Pulse to which the engine's thread reports its progress."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its work makes no progress, or can be done no more."""
+        """True if the engine's work makes no progress, or the engine can do no more work."""
         return self.pulse.is_stuck
 
     @abstractmethod

@@ -22,7 +22,8 @@ from services.rollout.engines.local import load_format
 def load_by_blocks(
     kind: Any, model: ModelSpec, device: torch.device, beat: Callable[[], None] = lambda: None
 ) -> ModelAdapter:
-    """All components of a family whose checkpoints have names of their own (`stored`), its transformer a float8 base.
+    """Loads all components of a family whose checkpoints use tensor names of their own (`stored`). The transformer
+    becomes a float8 base.
 
     Raises ValueError as the family's `load`, and for a device or dtype without float8 products.
     """

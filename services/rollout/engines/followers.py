@@ -96,7 +96,7 @@ class Forward:
 
 
 Answer = tuple[type[Exception], str] | None
-"""What failed, by a type that rank 0 can raise."""
+"""Error of a follower, as a type that rank 0 can raise and a message; None if all went well."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def require_devices(device: torch.device, size: int) -> None:
 
 
 def answer_of(error: Exception) -> Answer:
-    """What rank 0 raises for an error of a follower."""
+    """Returns the error that rank 0 raises for an error of a follower."""
     kind = next((kind for kind in (DataLoss, ValueError) if isinstance(error, kind)), RuntimeError)
     return kind, str(error) or repr(error)
 

@@ -1,6 +1,6 @@
-"""What engines that hold a model of their own have in common: one device, driven by one thread.
+"""Base of engines that hold a model of their own: one device, driven by one thread.
 
-Everything that touches the model runs on that thread in the order asked for, so batches of several requests take turns
+Everything that touches the model runs on that thread in the order asked for. So batches of several requests take turns,
 and a weight change never meets a forward.
 """
 
@@ -37,7 +37,7 @@ class Held(Protocol):
 
     @property
     def experts(self) -> dict[str, nn.Module]:
-        """What is trained, by component name."""
+        """Returns the trained modules, by component name."""
 
 
 Adapter = TypeVar("Adapter", bound=Held)
@@ -47,7 +47,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
     """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default."""
 
     writes_tokens: ClassVar[bool]
-    """Whether its models write text."""
+    """True if the engine's models write text."""
 
     def __init__(
         self, device: torch.device, *, max_batch: int, threads: int | None = None, pulse: Pulse | None = None
@@ -137,7 +137,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
         self._model, self._adapter = copied(model), adapter
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> Adapter:
-        """All components of the model, on the engine's device."""
+        """Loads all components of the model on the engine's device."""
         adapter: Adapter = family.load(writes_tokens=self.writes_tokens).load(
             model.path, dtype=weights.dtype_of(model.dtype), device=self.device, load_format=load_format(model)
         )
@@ -203,7 +203,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
         return digest
 
     def _live_weights(self) -> Mapping[str, Tensor]:
-        """What an update brings, by the names that it travels under."""
+        """Returns the live parameters that an update overwrites, by the update's names."""
         experts = self._loaded().experts
         if self._lora is not None:
             return adapters.named_adapter_parameters(experts)

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class SplitEngine(DiffusersEngine):
-    """What all ranks have in common: transformers whose forwards are split."""
+    """Engine of every rank of a split forward: its transformers' forwards are shared by the ranks."""
 
     def __init__(
         self,

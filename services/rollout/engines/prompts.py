@@ -28,9 +28,9 @@ class Encoded:
 
     prompts: PromptEmbeds
     negative: PromptEmbeds | None
-    """One row where all groups share it; else one row a group."""
+    """Row that all groups share, or one row per group; None without guidance."""
     seconds: float
-    """What it took."""
+    """Time that encoding took."""
     cached: frozenset[int] = frozenset()
     """Places in the request whose prompts an earlier request had encoded."""
 

@@ -31,7 +31,7 @@ from services.rollout.engines.prompts import Encoded, PromptEncoder, timed
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample to make."""
+    """Sample to make."""
 
     group: int
     index: int
@@ -248,7 +248,7 @@ def _by_group(prompts: _Prompts, rows: Sequence[Row]) -> tuple[dict[int, PromptE
 
 
 def _trajectories(path: _Path, request: GenerationRequest, schedule: Schedule) -> list[Trajectory]:
-    """One a row, on the CPU; they share the batch's memory."""
+    """Returns a trajectory per row, on the CPU; they share the batch's memory."""
     steps = torch.tensor(request.noise.kept)
     latents, next_latents = torch.stack(path.latents, 1).cpu(), torch.stack(path.next_latents, 1).cpu()
     log_probs = torch.stack(path.log_probs, 1).cpu()

@@ -1,4 +1,4 @@
-"""One forward on several devices: Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509, by diffusers.
+"""Ulysses sequence parallelism by diffusers: several devices share a forward, https://arxiv.org/abs/2309.14509.
 
 Every rank holds all weights and is called with the same arguments. Inside the transformer's blocks each rank has its
 share of a sample's tokens; for self-attention an all-to-all gives it all tokens of its share of the heads. After the

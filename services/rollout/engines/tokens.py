@@ -29,7 +29,7 @@ EncodedPrompts = Mapping[int, EncodedPrompt]
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One sample to write."""
+    """Sequence to write."""
 
     group: int
     index: int
@@ -38,7 +38,7 @@ class TokenRow:
 
 @dataclass(slots=True)
 class _Written:
-    """What a row has written so far."""
+    """Tokens that a row has written so far."""
 
     token_ids: list[int]
     stop_reason: StopReason = "length"

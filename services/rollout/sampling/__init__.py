@@ -1,1 +1,1 @@
-"""One request on its way: checked, its media fetched, sampled, published."""
+"""Path of a request: it is checked, its media are fetched, its samples are made and published."""

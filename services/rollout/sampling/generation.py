@@ -1,8 +1,8 @@
-"""One admitted request on its way through engine and publisher.
+"""Task that takes an admitted request through engine and publisher.
 
-It runs as a task of its own: when the caller goes away, the engine stops at the next denoising step, but a batch that
-was finished is still published. While one batch is published the engine makes the next. A request that gives way ends
-as a whole where an update of the weights begins before its first step: another call gets it under the new version.
+When the caller goes away, the engine stops at the next denoising step, but a batch that was finished is still
+published. While a batch is published the engine makes the next. A request that gives way ends as a whole if an update
+of the weights begins before its first step: another call gets it under the new version.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class MediaReader:
         return replace(group, inputs=tuple(inputs))
 
     async def _read(self, media: common_pb2.Media, group: int, use: Callable[[Frames], T]) -> T:
-        """What `use` makes of all the frames of a file."""
+        """Returns the result of `use` on all the frames of a file."""
         return await self._fetch(media, group, partial(_decoded, use=use))
 
     async def _fetch(self, media: common_pb2.Media, group: int, decode: Callable[[bytes, str], T]) -> T:

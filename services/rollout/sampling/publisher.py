@@ -94,8 +94,8 @@ class Publisher:
             return sample
 
     async def _put_negatives(self, request: GenerateRequest, batch: GeneratedBatch) -> dict[int, BlobRef]:
-        """One blob for the job's negative prompt. A group with images or a negative prompt of its own has its own
-        blob, which goes with its step."""
+        """Stores the negative prompts' embeddings. Groups share the blob of the job's negative prompt. A group with
+        images or a negative prompt of its own has its own blob, named by its step."""
         own = {group.group for group in request.groups if group.images or group.HasField("negative_prompt")}
         stored: dict[int, BlobRef] = {}
         found: dict[int, BlobRef] = {}
@@ -111,7 +111,7 @@ class Publisher:
     async def _put_embeds(
         self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds | EncodedPrompt
     ) -> BlobRef:
-        """One row."""
+        """Stores one row of embeddings."""
         blob = PromptBlob.of(prompt) if isinstance(prompt, EncodedPrompt) else EmbedsBlob.of_row(prompt)
         return await self._put(request.job_id, kind, place, await self._in_pool(blob.to_bytes))
 

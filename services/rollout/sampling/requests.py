@@ -22,7 +22,7 @@ MAX_TOKENS = 2**20
 PURPOSES = (common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE, common_pb2.PURPOSE_PREVIEW)
 WRONG_PURPOSE = "purpose: give PURPOSE_TRAIN, PURPOSE_VALIDATE or PURPOSE_PREVIEW"
 NO_SAMPLING = Sampling(Size(0, 0, 1), 0)
-"""What a request for a policy that writes tokens has in its place."""
+"""Placeholder in requests for a policy that writes tokens."""
 
 
 def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:

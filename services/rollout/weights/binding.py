@@ -1,4 +1,4 @@
-"""What a replica is bound to, and the group it joins: read from InitWeightTransfer and checked as a whole, so that a
+"""Binding of a replica and the group that it joins: read from InitWeightTransfer and checked as a whole, so that a
 request that cannot work leaves the replica as it is."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROUP_ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
 
 @dataclass(frozen=True)
 class Binding:
-    """What the engine was prepared for."""
+    """Job and model that the engine was prepared for."""
 
     job_id: str
     model: rollout_pb2.ModelSpec

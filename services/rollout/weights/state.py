@@ -55,7 +55,7 @@ class WeightState:
         self.version = 0
         """Served while SERVING, on its way while UPDATING."""
         self.evaluated = False
-        """Whether `version` is in its evaluated weights; else in those that sample."""
+        """True if `version` is held in its evaluated weights, False if in the weights that sample."""
         self.digest = ""
         """Digest of the verified hashes while SERVING, else empty."""
         self.epoch = 0
@@ -132,7 +132,7 @@ class WeightState:
         self.phase, self.version, self.evaluated = Phase.UPDATING, version, evaluated
 
     def holds(self, job_id: str, version: int, *, evaluated: bool = False) -> bool:
-        """Whether these are the weights that it serves, or is being updated to."""
+        """Returns True if the replica serves these weights or is being updated to them."""
         return (job_id, version, evaluated) == (self.job_id, self.version, self.evaluated)
 
     def require_updating(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
@@ -141,7 +141,7 @@ class WeightState:
             self._not_updating(job_id, _named(version, evaluated))
 
     def loaded(self) -> None:
-        """All weights of the update under way are in the live model, unverified."""
+        """Notes that the update's weights are all in the live model, still unverified."""
         assert self.phase is Phase.UPDATING
         self._loaded = True
 

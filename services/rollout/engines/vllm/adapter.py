@@ -20,7 +20,7 @@ from flowfleet.proto.rollout_pb2 import LoraSpec
 from services.rollout.engines.vllm.parameters import vllm_name
 
 REQUEST: Final = LoRARequest("flowfleet", 1, "in-memory")
-"""What a request names to be sampled with the adapter. vLLM loads nothing, because the adapter is there already."""
+"""Adapter named by requests that are sampled with it. vLLM loads nothing, because the layers already hold it."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -60,7 +60,7 @@ class LiveAdapter:
         self._manager.activate_adapter(number)
 
     def live(self) -> dict[str, Tensor]:
-        """What the layers hold, by published name, without the scale."""
+        """Returns the values that the layers hold, by published name, without the scale."""
         return {name: self._live(name, value) for name, value in self.published.items()}
 
     def _live(self, name: str, published: Tensor) -> Tensor:

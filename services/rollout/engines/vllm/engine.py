@@ -359,7 +359,7 @@ class VllmEngine(RolloutEngine):
         return weights.verify(self._live_weights(), hashes)
 
     def _live_weights(self) -> Mapping[str, Tensor]:
-        """What an update brings, as the layers hold it, by the names that it travels under."""
+        """Returns the parameters that an update overwrites, as the layers hold them, by the update's names."""
         if self._live is None:
             return self._base()
         live: Mapping[str, Tensor] = self._live.live()

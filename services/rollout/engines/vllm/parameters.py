@@ -23,7 +23,7 @@ EXPERTS: Final = {
 
 
 def live_parameters(model: nn.Module, expected: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, Tensor]:
-    """Every parameter as `model.<transformers' name>`, in the order of `expected`; parts of fused ones as views.
+    """Returns all parameters as `model.<transformers' name>`, ordered as `expected`. Parts of fused ones are views.
 
     `renames` are beginnings of names in vLLM's model, and in transformers'.
 

@@ -55,7 +55,7 @@ class LiveAdapter:
             self._pipeline.staged = None
 
     def live(self) -> dict[str, Tensor]:
-        """What the layers hold, by published name, without the scale."""
+        """Returns the values that the layers hold, by published name, without the scale."""
         return {name: self._live(name, value) for name, value in self.published.items()}
 
     def remove(self) -> None:

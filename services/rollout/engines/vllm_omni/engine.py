@@ -76,7 +76,7 @@ class VllmOmniEngine(RolloutEngine):
         self._family: ModelFamily | None = None
         self._lora: LoraSpec | None = None
         self._is_base_live = False
-        """Whether the transformers' weights are those of the model, not of training."""
+        """True if the transformers hold the model's own weights, False if they hold trained ones."""
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         if self._model != model:

@@ -92,7 +92,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         weights.require_every_weight(self._received(), buckets)
 
     def receive(self, member: weights.Member, buckets: Sequence[Bucket], beat: Callable[[], None]) -> None:
-        """Every bucket into the live weights; `beat` is called for each parameter."""
+        """Receives each bucket into the live weights; `beat` is called for each parameter."""
         copy = weights.copy_into(self._received())
 
         def into(name: str, value: Tensor) -> None:
@@ -124,7 +124,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             parameters.fill_from_folder(self._base(), parameters.stored_buffers(experts), model.path, list(experts))
 
     def _received(self) -> dict[str, Tensor]:
-        """What an update is copied into."""
+        """Returns the tensors that an update is copied into."""
         return self._base() if self._adapter is None else self._adapter.published
 
     def _base(self) -> dict[str, Tensor]:
@@ -144,6 +144,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return worker.lora_manager
 
     def _renew_lora_manager(self) -> None:
-        """One that knows the layers as they are now."""
+        """Makes a LoRA manager that knows the layers as they are now."""
         worker: Any = self
         worker.init_lora_manager()

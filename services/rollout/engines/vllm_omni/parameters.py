@@ -19,11 +19,11 @@ from flowfleet.weights import weights
 
 
 def live_parameters(experts: Mapping[str, nn.Module], renames: Mapping[str, str]) -> dict[str, Tensor]:
-    """Every parameter of every transformer as `<component>.<diffusers' name>`; parts of fused ones as views.
+    """Returns all parameters of all transformers as `<component>.<diffusers' name>`. Parts of fused ones are views.
 
     Args:
         experts: transformers by component; their `packed_modules_mapping` names the parts of fused linears.
-        renames: what to replace in a module's name to make it diffusers'.
+        renames: parts of a module's name, each with the one that diffusers has in its place.
     """
     return {
         f"{component}.{name}": parameter

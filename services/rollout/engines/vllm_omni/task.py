@@ -1,8 +1,8 @@
-"""What is asked of the engine's thread, and what came of it.
+"""Function for the engine's thread to run, and its result.
 
-vLLM-Omni turns what a worker raises into text, and copies a request's parameters deeply. A task goes through both as
-itself and keeps the exception, so the caller gets the very result or error. It works because the worker is a thread of
-this process.
+vLLM-Omni turns a worker's exception into text and deep-copies a request's parameters. A task passes through both
+unchanged and keeps the exception, so the caller gets the very result or error. This works because the worker is a
+thread of this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Task(Generic[T]):
         self.is_done = True
 
     def result(self) -> T:
-        """What came of it. Raises what the function raised, RuntimeError if it has not been run."""
+        """Returns the function's result. Raises the function's exception, or RuntimeError if it has not run."""
         if self._error is not None:
             raise self._error
         if not self.is_done:

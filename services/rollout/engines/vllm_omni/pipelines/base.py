@@ -29,7 +29,7 @@ TASK = "task"
 
 
 ADAPTER = LoRARequest("policy", 1, "/memory")
-"""What requests name to be drawn with the adapter; there is one at a time."""
+"""Adapter named by requests that are drawn with it; only one is loaded at a time."""
 
 
 class RolloutPipeline(nn.Module):
@@ -40,7 +40,7 @@ class RolloutPipeline(nn.Module):
     _dit_modules: ClassVar[list[str]]
     """Components that are transformers."""
     renames: ClassVar[Mapping[str, str]] = {}
-    """What to replace in the name of a module of vLLM-Omni's to make it diffusers'."""
+    """Parts of module names in vLLM-Omni, each with the one that diffusers has in its place."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Modules that are known by a second name, which is the key."""
 
