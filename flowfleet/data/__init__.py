@@ -1,1 +1,1 @@
-"""What travels between services: blobs, the stream of samples, trajectories, the registry of replicas."""
+"""Data that travel between services: blobs, the stream of samples, trajectories, the registry of replicas."""

@@ -1,4 +1,4 @@
-"""What a process reads and writes of blobs, for Prometheus."""
+"""Prometheus metrics of the blobs that a process reads and writes."""
 
 from __future__ import annotations
 

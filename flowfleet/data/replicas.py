@@ -102,7 +102,7 @@ def rank_id(job_id: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """What a replica says of itself."""
+    """Record of a replica, written by the replica itself."""
 
     replica_id: str
     address: str
@@ -119,7 +119,7 @@ class ReplicaRecord:
     version: int = 0
     """Version of the policy; meaningful while serving."""
     evaluated: bool = False
-    """Whether it serves the version's evaluated weights; else those that sample."""
+    """True if the replica serves the version's evaluated weights, False if it serves those that sample."""
     digest: str = ""
     samples_total: int = 0
     """Since its start."""
@@ -160,23 +160,23 @@ class ReplicaRecord:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look found."""
+    """Result of a look at the registry."""
 
     revision: int
-    """Up to which changes are in; give it to the next look."""
+    """Revision up to which changes are in; give it to the next look."""
     number: int
     """Number of replicas."""
     changed: tuple[ReplicaRecord, ...]
-    """Oldest change first; with `LOOK_COUNT` of them there may be more."""
+    """Records that changed, oldest first; if there are `LOOK_COUNT` of them there may be more."""
     stale: frozenset[str]
     """Replicas whose record was not renewed in time."""
     unreadable: frozenset[str] = frozenset()
-    """Replicas whose changed record is none that we can read; they count in `number`."""
+    """Replicas whose changed record we cannot read; they count in `number`."""
 
 
 class _Steadiness:
-    """Whether the server's clock keeps pace with this process's monotonic clock. After a jump no replica
-    is stale or gone until all have had the time to be renewed by the new one."""
+    """Watch over the server's clock, which must keep pace with this process's monotonic clock. After a jump no replica
+    is stale or gone until all have had time to renew their record by the new clock."""
 
     def __init__(self) -> None:
         self._base_ms: float | None = None
@@ -185,15 +185,15 @@ class _Steadiness:
         self._forgets_from = float("inf")
 
     def expected(self) -> tuple[int, int]:
-        """What the server's clock should say now, in ms, where replicas may be judged by it; and whether those that
-        are gone may be forgotten."""
+        """Returns the server's time that is expected now, in ms, or -1 while replicas may not be judged by it; and 1 if
+        replicas that are gone may be forgotten, else 0."""
         now = time.monotonic()
         if self._base_ms is None or now < self._judges_from:
             return -1, 0
         return int(self._base_ms + 1000 * now), int(now >= self._forgets_from)
 
     def seen(self, server_ms: int) -> None:
-        """The server's clock, just read."""
+        """Compares the server's clock, just read, with the last reading."""
         now = time.monotonic()
         base_ms, self._base_ms = self._base_ms, server_ms - 1000 * now
         if base_ms is None:
@@ -230,7 +230,7 @@ class ReplicaDirectory:
         return None if found is None else ReplicaRecord.from_json(found)
 
     async def look(self, revision: int = 0) -> Look:
-        """What changed after a revision. Forgets those that are gone."""
+        """Returns the records that changed after a revision. Forgets replicas that are gone."""
         ages = [int(1000 * EXPIRES_S), int(1000 * STALE_S)]
         given = [revision, LOOK_COUNT, *ages, MAX_DRIFT_MS, *self._steadiness.expected()]
         found = await self._look(keys=self._keys, args=given)
@@ -252,7 +252,7 @@ class ReplicaDirectory:
 
 
 def _name(replica_id: bytes) -> str:
-    """Any bytes as text: whoever may write a record may choose its name."""
+    """Decodes an id from any bytes, because a replica chooses the name of its record."""
     return replica_id.decode(errors="backslashreplace")
 
 

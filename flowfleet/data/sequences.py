@@ -1,7 +1,6 @@
-"""What a trainer needs of a written sequence, and of the prompt that its group shares, as safetensors bytes.
+"""Safetensors blobs of a written sequence, and of the prompt that its group shares, for trainers.
 
-Written as trajectories.py writes those of flows: a blob's metadata names its format, and whatever does not fit is
-DataLoss.
+The format is that of flows in trajectories.py: a blob's metadata names its kind, and whatever does not fit is DataLoss.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _REASONS: Final[tuple[StopReason, ...]] = ("stop", "length")
 
 @dataclass(frozen=True)
 class TokenTrajectory:
-    """What one sequence wrote after its prompt of P tokens. ValueError when it does not fit."""
+    """Sequence that was written after a prompt of P tokens. Raises ValueError when it does not fit."""
 
     token_ids: Tensor
     """(T,) int64, the one that stopped it included."""
@@ -104,7 +103,7 @@ class PromptBlob:
         return cls(prompt.token_ids, prompt.inputs)
 
     def encoded(self) -> EncodedPrompt:
-        """What an adapter's `log_probs` takes."""
+        """Returns the prompt as an adapter's `log_probs` takes it."""
         return EncodedPrompt(self.token_ids, self.inputs)
 
 

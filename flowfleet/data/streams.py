@@ -57,7 +57,7 @@ class TrajectoryStream:
 
 
 class TrajectoryConsumer:
-    """One consumer of a group. The group is created at the stream's start, so nothing published before it is missed."""
+    """Consumer of a group. The group is created at the stream's start, so nothing published before it is missed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a trainer needs of a sampled trajectory, as safetensors bytes.
+"""Safetensors blobs of a sampled trajectory, for trainers.
 
 A blob's metadata names its format, so that one kind is never taken for another. Whatever does not fit is DataLoss.
 Where the noisy steps follow each other, each step's result is the next step's input and is stored once.
@@ -92,7 +92,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class FinalLatents:
-    """What a sample ended as, before decoding."""
+    """Latents at the end of sampling, before decoding."""
 
     latents: Tensor
     """(*latent) fp32."""
@@ -113,14 +113,14 @@ class FinalLatents:
 
 @dataclass(frozen=True)
 class EmbedsBlob:
-    """One prompt's embeddings, padded as the rollout's batch used them, so that the forward repeats exactly."""
+    """Embeddings of one prompt, padded as the rollout's batch used them, so that the forward repeats exactly."""
 
     embeds: Tensor
     """(L, D), any floating dtype, kept."""
     mask: Tensor
     """(L,) bool: True where the prompt has a token."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the family wants besides, by name."""
+    """Further inputs that the family needs, by name."""
 
     def __post_init__(self) -> None:
         if self.embeds.dim() != 2 or not self.embeds.is_floating_point():
@@ -147,7 +147,7 @@ class EmbedsBlob:
         return cls(embeds, mask, {name: extra[0] for name, extra in prompts.extras.items()})
 
     def row(self) -> PromptEmbeds:
-        """One row."""
+        """Returns the embeddings as a batch of one row."""
         extras = {name: extra[None] for name, extra in self.extras.items()}
         return PromptEmbeds(self.embeds[None], self.mask[None], extras)
 

@@ -112,27 +112,27 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def has_fused_optimizer(device: torch.device) -> bool:
-    """Whether torch's AdamW has a fused kernel there."""
+    """Returns True if torch's AdamW has a fused kernel on the device."""
     return device.type in ("cpu", "cuda")
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether torch computes in float64 there."""
+    """Returns True if torch computes in float64 on the device."""
     return device.type in ("cpu", "cuda")
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether torch multiplies float8 matrices with row-wise scales there in hardware."""
+    """Returns True if torch multiplies float8 matrices with row-wise scales on the device, in hardware."""
     return device.type == "cuda" and torch.version.hip is None and _of(device).get_device_capability(device) >= (8, 9)
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """Whether torch multiplies rows of many experts there in one float8 product."""
+    """Returns True if torch multiplies rows of many experts in one float8 product on the device."""
     return has_fp8(device) and _of(device).get_device_capability(device) >= (9, 0)
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there. It comes with torch for CUDA on Linux."""
+    """Returns True if Triton's kernels run on the device. Triton comes with torch for CUDA on Linux."""
     return device.type == "cuda" and _HAS_TRITON
 
 

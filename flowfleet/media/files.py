@@ -28,7 +28,7 @@ PICTURE_TYPES: Final[Mapping[str, str]] = {"image/png": "PNG", "image/jpeg": "JP
 VIDEO_TYPES: Final = ("video/mp4",)
 """Media types of videos that are read."""
 VIDEO_CODECS: Final = frozenset({"h264", "hevc", "vp9", "av1", "libdav1d", "mpeg4"})
-"""What is decoded inside an MP4."""
+"""Codecs that are decoded inside an MP4."""
 
 PNG_COMPRESSION: Final = 1
 """zlib's fastest level: five times quicker than the default, pictures a tenth larger."""
@@ -49,7 +49,7 @@ class MediaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What a file may hold at most."""
+    """Limits of a media file."""
 
     max_bytes: int = MAX_MEDIA_BYTES
     """Maximum size of the file."""
@@ -58,7 +58,7 @@ class MediaLimits:
     max_side: int = 16_384
     """Maximum height and width of a frame."""
     max_frames: int = 1025
-    """One more than a multiple of 4, as video models like it."""
+    """Maximum number of frames: one more than a multiple of 4, as video models need it."""
     max_total_pixels: int = 2**27
     """Maximum pixels of all frames together; 3 bytes each once decoded."""
 
@@ -106,8 +106,8 @@ class OpenedMedia:
                 raise _undecodable(self.data, self.media_type, f"{count} of {self.num_frames} frames could be decoded")
 
     def decode(self) -> Frames:
-        """All frames. A picture is turned as its EXIF data say, alpha is dropped; of an animated one the first frame
-        counts. Raises MediaError."""
+        """Decodes all frames. A picture is turned as its EXIF data say, and its alpha is dropped; of an animated
+        picture the first frame counts. Raises MediaError."""
         with _reading(self.data, self.media_type):
             if self.picture is None:
                 frames = np.empty((self.num_frames, self.height, self.width, 3), np.uint8)
@@ -246,7 +246,7 @@ def _encode_picture(frame: Frames) -> bytes:
 
 
 def _encode_video(frames: Frames, fps: Fraction) -> bytes:
-    """One thread, on which alone x264 makes equal bytes everywhere; callers encode several videos at once."""
+    """Encodes on one thread: only so does x264 make equal bytes everywhere. Callers encode several videos at once."""
     import av
 
     out, scaler = io.BytesIO(), _scaler()

@@ -23,7 +23,7 @@ SOUND_TYPES: Final[Mapping[str, str]] = {
 }
 """Media types that are read, and the demuxer of each: the content is never guessed."""
 SOUND_CODECS: Final = frozenset({"mp3", "mp3float", "flac", "vorbis", "libvorbis", "opus", "libopus"})
-"""What is decoded, besides PCM."""
+"""Codecs that are decoded, besides PCM."""
 
 
 def decode_sound(data: bytes, media_type: str, max_seconds: float = MAX_SECONDS) -> NDArray[np.float32]:

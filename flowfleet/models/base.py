@@ -1,4 +1,4 @@
-"""What a model family must offer to be sampled from and trained: the `ModelAdapter`, and the values it hands out.
+"""`ModelAdapter`, the interface of a model family for sampling and training, and the values that it hands out.
 
 The diffusers rollout engine and the trainer call the same adapter, so a velocity recomputed by the trainer is the
 rollout's. An adapter knows prompts, schedule, velocity and decoding; it never knows an algorithm. Latents are float32
@@ -53,10 +53,10 @@ class Schedule:
 
 
 class ModelAdapter(ABC):
-    """One model family on the components of its diffusers pipeline. Make it with `load`.
+    """Base of the model families: each works on the components of its diffusers pipeline. `load` makes an adapter.
 
     A family gives `pipeline_class`, `vae_class`, `lora_targets` and the abstract methods, and overrides what differs
-    from the usual. What it must know of components that were not loaded it reads from their configuration.
+    from the usual. Facts about components that were not loaded come from their configuration.
     """
 
     pipeline_class: ClassVar[Any]
@@ -66,15 +66,15 @@ class ModelAdapter(ABC):
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA of this family adapts by default, as PEFT's `target_modules`."""
     skips_branches: bool = True
-    """Whether a forward outside of guidance's interval is left out: not where ranks must run equally many, for their
-    noise levels may differ."""
+    """True if a forward outside of guidance's interval is left out. Must be False where all ranks must run equally many
+    forwards, because their noise levels may differ."""
     joins_branches: bool = False
-    """Whether small branches of guidance may go in one forward: not where ranks must run equally many, nor where a
-    trainer's numbers must have the rollout's bits."""
+    """True if small branches of guidance may go in one forward. Must be False where all ranks must run equally many
+    forwards, and where a trainer's numbers must equal the rollout's bit for bit."""
     cuts_padding: ClassVar[bool] = False
-    """Whether `_predict` takes prompts with `half_widths`."""
+    """True if `_predict` takes prompts with `half_widths`."""
     parts: ClassVar[Parts] = USUAL_PARTS
-    """What the components are made of in the pipeline."""
+    """Names of the pipeline's components for each part of the model."""
     layout: ClassVar[Layout] = PIPELINE
     """Where a checkpoint holds the transformers' weights."""
     stored: ClassVar[StoredNames | None] = None
@@ -87,7 +87,7 @@ class ModelAdapter(ABC):
     they cannot."""
 
     vae_dtype: ClassVar[torch.dtype | None] = None
-    """What the VAE is loaded in; None is the model's dtype."""
+    """Data type that the VAE is loaded in; None is the model's dtype."""
 
     text_width: ClassVar[str] = "joint_attention_dim"
     """The transformer's setting that says how wide prompt embeddings are."""
@@ -97,7 +97,7 @@ class ModelAdapter(ABC):
     its default here and heeds what `limit_tokens` puts in its place. None: prompts keep their own length."""
 
     dtype: torch.dtype
-    """What the transformer's inputs are cast to. A trainer may set it."""
+    """Data type that the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
     boundary: float | None = None
     """Sigma from which upwards the first of two experts serves."""
@@ -161,12 +161,12 @@ class ModelAdapter(ABC):
 
     @property
     def experts(self) -> dict[str, nn.Module]:
-        """What is trained and published: transformers by their component name in the pipeline."""
+        """Returns the transformers that are trained and published, by their component name in the pipeline."""
         named = {name: getattr(self.pipeline, name) for name in self.parts["transformer"]}
         return {name: module for name, module in named.items() if module is not None}
 
     def encode(self, prompts: Sequence[str], *, images: Sequence[Sequence[Image.Image]] | None = None) -> PromptEmbeds:
-        """One row a prompt on the adapter's device, padded to the longest. Needs the text encoder.
+        """Encodes each prompt to one row on the adapter's device, padded to the longest. Needs the text encoder.
 
         Args:
             prompts: at least one.
@@ -254,8 +254,8 @@ class ModelAdapter(ABC):
     def _predict(
         self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
-        """One forward of `expert`, the transformer for these noise levels: the unguided velocity (B, *latent_shape)
-        float32; `timesteps` (B,), `prompts` B rows."""
+        """Runs one forward of `expert`, the transformer for these noise levels; `timesteps` (B,), `prompts` B rows.
+        Returns the unguided velocity, (B, *latent_shape) float32."""
 
     def _predict_both(
         self,

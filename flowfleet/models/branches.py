@@ -10,7 +10,7 @@ LARGE = 2**19
 
 
 def go_together(latents: Tensor, prompts: PromptEmbeds) -> bool:
-    """Whether one forward of both branches is faster than two: on accelerators, below `LARGE`."""
+    """Returns True if one forward of both branches is faster than two: on accelerators, below `LARGE`."""
     size = latents.numel() + sum(extra.numel() for extra in prompts.extras.values())
     return latents.device.type != "cpu" and size < LARGE
 

@@ -16,9 +16,9 @@ class PromptEmbeds:
     mask: Tensor
     """(B, L) bool, False where padded."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What a family wants besides, by name, (B, ...) each: pooled embeddings, latents of condition images."""
+    """Further inputs that a family needs, by name, (B, ...) each: pooled embeddings, latents of condition images."""
     has_padding: bool | None = None
-    """Whether any token is padding. Found out once here if not given, for asking a device costs a synchronization."""
+    """True if any token is padding. Computed once here if not given, because asking a device means to wait for it."""
     half_widths: tuple[int, int] | None = None
     """Tokens of each row of the first half and of the second, where a forward of both branches of guidance pads one of
     them: see `branches.stacked`."""
@@ -37,7 +37,7 @@ class PromptEmbeds:
         return len(self.embeds)
 
     def repeat(self, count: int) -> "PromptEmbeds":
-        """Every prompt `count` times in a row: (B * count, L, D), as a group of samples needs it."""
+        """Repeats each prompt `count` times in a row: (B * count, L, D), as a group of samples needs it."""
         embeds, mask = self.embeds.repeat_interleave(count, 0), self.mask.repeat_interleave(count, 0)
         extras = {name: extra.repeat_interleave(count, 0) for name, extra in self.extras.items()}
         return PromptEmbeds(embeds, mask, extras, self.has_padding)
@@ -71,7 +71,7 @@ class PromptEmbeds:
 
 
 def concat_embeds(parts: Sequence[PromptEmbeds]) -> PromptEmbeds:
-    """One batch of all `parts`, in order, padded to the widest. Raises ValueError for extras that do not fit."""
+    """Joins `parts` to one batch, in order, padded to the widest. Raises ValueError for extras that do not fit."""
     width = max(part.embeds.shape[1] for part in parts)
     padded = [pad_embeds(part, width) for part in parts]
     embeds, mask = torch.cat([part.embeds for part in padded]), torch.cat([part.mask for part in padded])

@@ -41,7 +41,7 @@ def empty_component(index: Mapping[str, Any], path: str | Path, part: str, dtype
 
 
 def empty_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """What `make` makes, in evaluation mode, frozen, its parameters of `dtype` on the meta device."""
+    """Returns the module of `make` in evaluation mode, frozen, with parameters of `dtype` on the meta device."""
     with init_empty_weights():
         module = make()
     for parameter in module.parameters():

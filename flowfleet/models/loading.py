@@ -46,7 +46,7 @@ class Layout:
     """Where a checkpoint's folder holds the weights that are trained."""
 
     library: str
-    """What loads the folder, as model hubs name it."""
+    """Library that loads the folder, as model hubs name it."""
     in_root: bool
     """In the folder itself, not in one a component."""
     stem: str
@@ -63,7 +63,7 @@ class Layout:
         return "" if self.in_root else component
 
     def is_weights(self, name: str) -> bool:
-        """Whether a file of that folder holds trained weights, or is their index."""
+        """Returns True if a file of that folder holds trained weights, or is their index."""
         return name == self.index_file or name.startswith((f"{self.stem}-", f"{self.stem}.safetensors"))
 
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from flowfleet.models.sequences.adapter import SequenceAdapter
 
 Engine = Literal["diffusers", "transformers", "vllm", "vllm-omni"]
-"""What samples a family in rollouts."""
+"""Engine that samples a family in rollouts."""
 ENGINES: Final[tuple[Engine, ...]] = get_args(Engine)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What a job may ask of a family."""
+    """Facts about a family that decide which jobs it admits."""
 
     pipeline: str
     """diffusers' pipeline class, or transformers' model class."""
@@ -58,11 +58,11 @@ class ModelFamily:
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether all its policies write tokens."""
+        """True if all policies of the family write tokens."""
         return self.modality == "text"
 
     def trains(self, *, writes_tokens: bool) -> bool:
-        """Whether it has policies that write tokens, or flows."""
+        """Returns True if the family has policies of that kind: those that write tokens, or flows."""
         return self.writes_tokens == writes_tokens or (writes_tokens and bool(self.writer))
 
     def load(self, *, writes_tokens: bool | None = None) -> Any:

@@ -32,7 +32,7 @@ def flow_match_schedule(
     shift: float | None = None,
     levels: Levels = even_levels,
 ) -> Schedule:
-    """What diffusers' pipelines on a `FlowMatchEulerDiscreteScheduler` sample with, bit for bit.
+    """Returns the schedule of diffusers' pipelines on a `FlowMatchEulerDiscreteScheduler`, bit for bit.
 
     The levels are shifted by the configuration: by its `shift`, or with `use_dynamic_shifting` by mu, which grows
     linearly with the image tokens. A given `shift` takes the place of both, and of the stretch to a terminal sigma.

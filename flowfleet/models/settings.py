@@ -16,7 +16,7 @@ class Size:
 
 
 Renorm = Literal["global", "channel", "text_channel"]
-"""What guidance does not lengthen: a sample's velocity, each token's, or each token's after the text's branch."""
+"""Norm that guidance must not raise: a sample's velocity, each token's, or each token's after the text's branch."""
 
 
 @dataclass(frozen=True, slots=True)

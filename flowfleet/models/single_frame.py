@@ -33,7 +33,7 @@ class SingleFrameDecoder(nn.Module):
             _FrameConv(decoder.conv_out),
         )
         self.checkpoints = False
-        """Whether a layer's activations are computed again in the backward."""
+        """True if the backward computes a layer's activations again."""
         self.requires_grad_(False).eval()
         convolutions: Any = self.layers
         convolutions.to(memory_format=torch.channels_last)  # what their kernels on accelerators want

@@ -162,6 +162,6 @@ def product(holder: Any, x: Tensor, bias: Tensor | None, rows: Rows | None = Non
 
 
 def rounded_weight(base: Any) -> Tensor:
-    """What a linear multiplies by: its float8 weight or copy where it has one, which `fp8_scale` belongs to."""
+    """Returns a linear's weight as it is multiplied by: its float8 weight or copy, which has `fp8_scale`, if any."""
     weight: Tensor = getattr(base, "fp8_weight", base.weight)
     return weight

@@ -1,5 +1,4 @@
-"""What comes before a float8 product, with its quantization in one kernel: GELU, or residual, normalization
-and modulation.
+"""Operations before a float8 product, fused with its quantization: GELU, or residual, normalization and modulation.
 
 On CUDA each is one Triton kernel (fused_triton.py); elsewhere it is the formula itself, by torch's own operations,
 which round after each. Results hold both the values, for adapters and gradients, and their float8 rows.
@@ -28,7 +27,7 @@ _CUBE = 0.044715
 
 
 def is_on(device: torch.device) -> bool:
-    """Whether models go this way on a device."""
+    """Returns True if models use these operations on the device."""
     return ALLOWED and devices.has_triton(device)
 
 
@@ -70,7 +69,7 @@ def _gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gelu_formula(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_gelu_rows` computes, by torch's own operations."""
+    """Computes the result of `_gelu_rows` with torch's own operations."""
     values = F.gelu(x, approximate="tanh")
     return values, *quantize_rows(values)
 
@@ -90,7 +89,7 @@ def _norm_rows(
 def norm_formula(
     x: Tensor, gate: Tensor | None, change: Tensor | None, shift: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `_norm_rows` computes, by torch's own operations in diffusers' order."""
+    """Computes the result of `_norm_rows` with torch's own operations, in diffusers' order."""
     total = x if gate is None or change is None else x + gate[:, None] * change
     normed = F.layer_norm(total, (x.shape[-1],), eps=eps)
     values = normed * (1 + scale[:, None]) + shift[:, None]

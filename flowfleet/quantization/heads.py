@@ -16,7 +16,7 @@ from flowfleet.quantization import fused
 
 
 def fits(width: int, device: torch.device) -> bool:
-    """Whether there is a kernel for heads of that width on the device."""
+    """Returns True if the device has a kernel for heads of that width."""
     return fused.is_on(device) and width.bit_count() == 1
 
 
@@ -70,7 +70,7 @@ def _joint_heads(
 
 
 def heads_formula(x: Tensor, weight: Tensor | None, freqs: Tensor, width: int, eps: float) -> Tensor:
-    """What `_joint_heads` computes of one stream."""
+    """Computes the result of `_joint_heads` for one stream."""
     heads = torch.unflatten(_wide(x), -1, (-1, width))
     if weight is not None:
         heads = _wide((heads * _inverse(heads, eps)).to(x.dtype) * weight)

@@ -27,7 +27,7 @@ from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 MIN_SIZE = int(os.environ.get("FLOWFLEET_FP8_MIN_SIZE", "1024"))
 """Smaller linears gain nothing. Benches of tiny models lower it, for all processes of a stack alike."""
 MULTIPLE = 16
-"""What the kernels want both sides of a weight to be a multiple of."""
+"""Number that both sides of a weight must be a multiple of, for the kernels."""
 
 _OTHERS = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*|lora_\w+)([._]|$)", re.IGNORECASE)
 """Linears that make shifts and gates of the time embedding (a row a sample, and what they make is sensitive), and those
@@ -45,7 +45,7 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Base(Fp8Linear):
-    """One whose weight is in float8 itself."""
+    """Linear whose weight is in float8 itself."""
 
     fp8_ones: Tensor
     """(1, in_features) float32: to make them for each backward would launch a kernel every time."""
@@ -58,14 +58,14 @@ class Fp8Base(Fp8Linear):
 
 
 class Fp8Trained(Fp8Linear):
-    """One whose weight is trained, and rounded for each product. It has no copy."""
+    """Linear whose weight is trained, and rounded for each product. It has no copy."""
 
     def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
         return fp8_trained_linear(input, self.weight, self.bias, rows=rows)
 
 
 class Fp8Method:
-    """What vLLM's linear layers multiply by, in float8. `plain`: what they multiply by without it."""
+    """Float8 method of vLLM's linear layers, in place of their usual `plain` one."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
@@ -75,7 +75,7 @@ class Fp8Method:
 
 
 def is_quantized(linear: nn.Module) -> bool:
-    """Whether a linear, or the one that has an adapter, multiplies in float8 and takes quantized rows."""
+    """Returns True if a linear multiplies in float8 and takes quantized rows. Looks below an adapter."""
     return isinstance(getattr(linear, "base_layer", linear), Fp8Linear)
 
 

@@ -31,7 +31,7 @@ def quantize_rows(x: Tensor, factors: Tensor | None = None) -> Rows:
 
 
 def formula(x: Tensor, factors: Tensor | None = None) -> Rows:
-    """What `quantize_rows` computes, by torch's own operations."""
+    """Computes the result of `quantize_rows` with torch's own operations."""
     precise = x.float() if factors is None else x.float() * factors
     largest = precise.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_MAX)
     return (precise * (FP8_MAX / largest)).clamp(-FP8_MAX, FP8_MAX).to(FP8), largest * (1 / FP8_MAX)

@@ -20,7 +20,7 @@ _PER_THREAD = 16
 
 
 def quantize_rows(x: Tensor, factors: Tensor | None) -> Rows:
-    """One launch; a row is read once and stays in registers."""
+    """Quantizes all rows in one launch; a row is read once and stays in registers."""
     x = x.contiguous()
     num_rows, width = x.shape
     rows = torch.empty(num_rows, width, dtype=FP8, device=x.device)

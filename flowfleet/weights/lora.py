@@ -71,7 +71,7 @@ def _dtype(transformer: nn.Module) -> torch.dtype:
 
 
 def initial_values(parameters: Mapping[str, Tensor], lora: LoraSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """What each parameter of an adapter starts at, whole, float32 on the CPU, one at a time in the given order.
+    """Yields the initial value of each adapter parameter: whole, float32 on the CPU, one at a time in the given order.
 
     A is drawn from N(0, 1/rank²) by a CPU generator with `seed`, B is zero, so that the model starts unchanged.
     """

@@ -67,7 +67,7 @@ class TransferStore:
 
 
 class TransferMember:
-    """One rank of one transfer group. Rank 0 sends, the others receive."""
+    """Member of a transfer group: one of its ranks. Rank 0 sends, the others receive."""
 
     def __init__(self, group: TransferGroup, device: torch.device, process_group: Any) -> None:
         self.group_id = group.group_id

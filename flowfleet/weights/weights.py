@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 
 class Member(Protocol):
-    """What `send` and `receive` need of a transfer group's member: rank 0 sends, all others receive."""
+    """Member of a transfer group as `send` and `receive` need it: rank 0 sends, all others receive."""
 
     device: torch.device
 
@@ -97,7 +97,7 @@ class Hashes:
 
 
 def digest(hashes: Mapping[str, int]) -> str:
-    """One hex sha256 for a whole set of parameters, independent of their order."""
+    """Returns a hex sha256 of a whole set of parameters, independent of their order."""
     text = "".join(f"{name}:{hashes[name]:016x}\n" for name in sorted(hashes))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -164,7 +164,7 @@ def spec_bytes(spec: ParameterSpec) -> int:
 
 
 class Sent(NamedTuple):
-    """What `send` sent: the buckets' bytes, and the hash of each parameter as it lay in its bucket."""
+    """Result of `send`: the buckets' bytes, and the hash of each parameter as it lay in its bucket."""
 
     bytes: int
     hashes: dict[str, int]
@@ -251,7 +251,7 @@ def copy_into(parameters: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]
 
 
 def full_parameters(experts: Mapping[str, torch.nn.Module]) -> dict[str, Tensor]:
-    """What full fine-tuning publishes: every parameter of every transformer, as `<component>.<name>`."""
+    """Returns the parameters that full fine-tuning publishes: all of all transformers, as `<component>.<name>`."""
     return {
         f"{component}.{name}": parameter
         for component, module in experts.items()

@@ -80,8 +80,8 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         *,
         in_kernel: bool,
     ) -> tuple[Tensor, Tensor]:
-        """What text and image (B, S, D) gather by queries, keys and values (B, S, H, D / H) of both; the frequencies
-        are the image's and the text's, as diffusers has them."""
+        """Returns the joint attention's output for text and image, (B, S, D) each. `text` and `image` hold queries,
+        keys and values (B, S, H, D / H); `freqs` holds the image's frequencies, then the text's, as in diffusers."""
         norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
         query, key = (
             _joint(text[part], image[part], norms[part], freqs[::-1], in_kernel=in_kernel) for part in range(2)

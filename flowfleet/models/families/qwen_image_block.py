@@ -54,7 +54,7 @@ class QwenImageTransformerBlock(transformer_qwenimage.QwenImageTransformerBlock)
 
 
 def _fits(block: Any) -> bool:
-    """Whether all products that share their input's rows are float8 ones, with our attention between them."""
+    """Returns True if all products that share their input's rows are float8 ones, with our attention between them."""
     attn = block.attn
     linears = (attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     mlps = [(mlp.net[0].proj, mlp.net[2]) for mlp in (block.img_mlp, block.txt_mlp)]

@@ -29,7 +29,7 @@ MAX_IMAGES = 3
 RESIZE_MULTIPLE = 32
 """Pixels that the sides of resized images are multiples of."""
 LEAST_PIXELS_SEEN = 32 * 32
-"""One token of Qwen2.5-VL takes 28 x 28."""
+"""Minimum pixels of an image that Qwen2.5-VL sees; one of its tokens takes 28 x 28."""
 
 
 class QwenImageEditAdapter(QwenImageAdapter):

@@ -1,9 +1,9 @@
-"""What a model family that writes text must offer to be sampled from and trained: the `SequenceAdapter`.
+"""`SequenceAdapter`, the interface of a model family that writes text, for sampling and training.
 
-`ModelAdapter` (base.py) is the same for flows. Rollout engines encode prompts by it, and the trainer
-computes by it the log-probs of what they wrote: `log_probs`, which the transformers engine calls as well. Several
-sequences go forward as one row without padding: positions start over with each, and none sees another. The model keeps
-its usual forward for drawing tokens.
+`ModelAdapter` (base.py) is the same for flows. Rollout engines encode prompts with it. The trainer computes the
+log-probs of the written sequences with `log_probs`, which the transformers engine calls as well. Several sequences go
+forward as one row without padding: positions start over with each, and none sees another. The model keeps its usual
+forward for drawing tokens.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SequenceAdapter(ABC):
 
     @property
     def experts(self) -> dict[str, nn.Module]:
-        """What is trained and published, by component name: the model."""
+        """Returns the model, which is trained and published, by component name."""
         return {} if self.transformer is None else {MODEL: self.transformer}
 
     @property
@@ -157,7 +157,7 @@ class SequenceAdapter(ABC):
         return EncodedPrompt(token_ids)
 
     def text(self, token_ids: Tensor) -> str:
-        """What was written, without special tokens."""
+        """Decodes written tokens, without special tokens."""
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     @property

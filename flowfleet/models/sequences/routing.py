@@ -57,8 +57,8 @@ class Routing:
         return experts.to(torch.uint8 if self.num_experts <= _BYTE else torch.int16)
 
     def replay(self, routed: Sequence[Tensor | None], lengths: Sequence[int]) -> None:
-        """What the next forward takes: of each sequence (its length, layers, top_k), or of none at all, then the model
-        chooses. Raises ValueError for experts that do not fit the model or the sequences."""
+        """Sets the experts that the next forward takes: of each sequence (its length, layers, top_k). If no sequence
+        has any, the model chooses. Raises ValueError for experts that do not fit the model or the sequences."""
         self._replayed = None
         given = [experts for experts in routed if experts is not None]
         if not given:

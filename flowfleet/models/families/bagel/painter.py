@@ -95,7 +95,7 @@ class BagelPainter(ModelAdapter):
         return concat_embeds([self._row(prompt) for prompt in prompts])
 
     def _row(self, prompt: str) -> PromptEmbeds:
-        """One prompt. It is a token wide at least, so that an empty one is padding alone."""
+        """Encodes a prompt. The row is at least one token wide, so that an empty prompt is padding alone."""
         token_ids = self._tokens.wrapped(self.pipeline.tokenizer, prompt) if prompt.strip() else []
         embeds = torch.tensor(token_ids or [0], dtype=torch.float32, device=self.device)[None, :, None]
         mask = torch.full(embeds.shape[:2], bool(token_ids), device=self.device)

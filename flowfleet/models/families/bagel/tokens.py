@@ -18,7 +18,7 @@ class SpecialTokens:
     start: int
     end: int
     picture: tuple[int, int]
-    """What begins and ends a picture."""
+    """Tokens that begin and end a picture."""
     patch: int
     """Stands for a patch of a picture that is looked at; never an input of the transformer."""
 

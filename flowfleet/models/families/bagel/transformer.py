@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BagelConfig:
-    """What a checkpoint's three configuration files say."""
+    """Settings from a checkpoint's three configuration files."""
 
     vocab_size: int
     hidden_size: int
@@ -69,7 +69,7 @@ class BagelConfig:
 
 @dataclass(frozen=True)
 class Written:
-    """What a language model's forward gives."""
+    """Result of a language model's forward."""
 
     logits: Tensor
     """(B, N, vocabulary)."""
@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
 
 class BagelLayer(nn.Module):
-    """One layer of both experts."""
+    """Layer with both experts."""
 
     def __init__(self, config: BagelConfig) -> None:
         super().__init__()

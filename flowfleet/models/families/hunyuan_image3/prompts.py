@@ -30,7 +30,7 @@ _EXTRA_RATIOS: Final = ((1024, 768), (1280, 720), (768, 1024), (720, 1280))
 
 @dataclass(frozen=True)
 class Template:
-    """What stands around a prompt."""
+    """Text around a prompt."""
 
     before: str
     after: str

@@ -33,7 +33,7 @@ _LAYER_LISTS = ("num_experts", "num_shared_expert", "moe_topk", "moe_intermediat
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What of a checkpoint's `config.json` the transformer is made of."""
+    """Settings of the transformer, from a checkpoint's `config.json`."""
 
     hidden_size: int
     num_layers: int

@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.norm_out = _norm(inner)
         self.conv_out = _conv(inner, 3)
         self.checkpoints = False
-        """Whether the backward computes the activations of each part again."""
+        """True if the backward computes the activations of each part again."""
 
     def forward(self, latents: Tensor) -> Tensor:
         inner: Tensor = self.conv_in(latents)
