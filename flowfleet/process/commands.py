@@ -29,8 +29,8 @@ def trainer_flags(port_file: Path) -> list[str]:
 
 
 def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: int) -> list[str]:
-    """What follows `python -m torch.distributed.run` in each pod of an Indexed Job: Kubernetes puts the values of
-    $(JOB_COMPLETION_INDEX) and $(POD_IP) in. `master` is the name of the first pod."""
+    """Arguments of `python -m torch.distributed.run` in each pod of an Indexed Job. Kubernetes substitutes
+    $(JOB_COMPLETION_INDEX) and $(POD_IP). `master` is the name of the first pod."""
     torchrun = [
         f"--nnodes={pods}",
         f"--nproc-per-node={ranks_per_pod}",

@@ -1,4 +1,4 @@
-"""Whether the work of a process's threads gets on: what its health says to whoever kills and restarts it.
+"""Watch over the work of a process's threads. The process's health shows it to whoever kills and restarts the process.
 
 A thread that lives may be stuck all the same, in a kernel, a driver or a library. So the working thread itself reports
 progress: at the start and the end of each piece of work, and by `beat` in between. Work without progress for longer
@@ -117,7 +117,7 @@ class Pulse:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether work has made no progress for longer than its limit."""
+        """True if work has made no progress for longer than its limit."""
         with self._lock:
             return any(stalled_s > self._limit_s(is_patient) for stalled_s, is_patient in self._stalls())
 

@@ -79,8 +79,8 @@ class Tracer:
 
     @contextmanager
     def command(self, ids: StepIds, name: str, attributes: Attributes, waits: type[Exception]) -> Iterator[None]:
-        """One span below the first of a step's trace. One that ends by `waits` is not sent: it comes again and again
-        while there is nothing to do."""
+        """Runs a command in a span below the first of a step's trace. A span that ends by `waits` is not sent, because
+        the command is repeated while there is nothing to do."""
         with self._running(self._open(name, self._root(ids), SpanKind.INTERNAL, attributes), waits):
             yield
 
@@ -131,8 +131,8 @@ class Tracer:
         return self.header(span) if span.get_span_context().trace_flags.sampled else ""
 
     def link(self, samples: Iterable[Sample]) -> None:
-        """One link a call that made some of the samples, with their names as an attribute: a link is to a span, and a
-        sample has none of its own."""
+        """Links the span to each call that made some of the samples, with their names as an attribute. A link points to
+        a span, and samples have none of their own."""
         span = trace.get_current_span()
         if not isinstance(span, OpenSpan) or not span.is_sampled:
             return
@@ -174,7 +174,7 @@ class Tracer:
 
 
 def _message(error: BaseException) -> str:
-    """One line, as in "TimeoutError: late"; of a failed call its own words."""
+    """Returns an error in one line, as in "TimeoutError: late"; for a failed call, the call's own words."""
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     if callable(code) and callable(details):  # grpc.aio.AioRpcError, whose text has many lines
         return f"{code().name}: {details()}"

@@ -34,7 +34,7 @@ _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, service, logger, msg, and job, step, sample, error where given."""
+    """JSON lines of a log: ts, level, service, logger, msg, and job, step, sample, error where given."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class StepIds(NamedTuple):
 
 
 def is_on(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment asks for traces by OTLP."""
+    """Returns True if the environment asks for traces by OTLP."""
     disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     exporter = env.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     return not disabled and exporter == "otlp" and any(env.get(name, "").strip() for name in ENDPOINTS)
@@ -78,7 +78,7 @@ def stop() -> None:
 
 
 def tracer() -> Tracer | None:
-    """What makes this process's spans; None while traces are off."""
+    """Returns the tracer that makes this process's spans; None while traces are off."""
     return _tracer
 
 

@@ -1,8 +1,8 @@
-"""What each kind of service may do in Redis: users, commands and keys, in this one place.
+"""Rights of each kind of service in Redis: users, commands and keys, in this one place.
 
-`RULES` is the table. `user_rules` writes it in Redis's ACL language, for a server's configuration and for
-`ACL SETUSER`. Redis 7 and later hold each rule by itself (a selector). Redis 6.2 has none, so a user may there run
-any of its commands on any of its keys. The default user is the operator's: it may do everything.
+`RULES` is the table. `user_rules` writes it in Redis's ACL language, for a server's configuration and for `ACL
+SETUSER`. Redis 7 and later hold each rule by itself (a selector). Redis 6.2 has none, so a user may there run any of
+its commands on any of its keys. The default user is the operator's: it may do everything.
 
 Rewards have no user: they never connect to Redis. KEDA asks the controllers, not Redis.
 """
@@ -49,7 +49,7 @@ _SAMPLE: Final = (
     Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
     Rule("load the script", ("+script|load", "+time")),
 )
-"""What a replica may do: a rollout, or a trainer's rank that samples."""
+"""Rights of a replica: a rollout, or a trainer's rank that samples."""
 
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "controller": (
@@ -81,7 +81,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
 SENTINEL_RULE: Final = Rule(
     "ask a Sentinel for the primary", (*_CONNECT.commands, "+sentinel|masters", "+sentinel|get-master-addr-by-name")
 )
-"""What each kind may do at a Sentinel. Only the operator may change anything there."""
+"""Rights of each kind at a Sentinel. Only the operator may change anything there."""
 
 
 def user_rules(kind: str, *, selectors: bool = True) -> str:

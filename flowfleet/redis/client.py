@@ -85,7 +85,7 @@ def _settings(url: str) -> dict[str, Any]:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    """Whether no repetition cures it: a wrong password, a certificate that is not trusted."""
+    """Returns True if repeating the command cannot help: a wrong password, a certificate that is not trusted."""
     return isinstance(error, _FATAL) or isinstance(error.__context__, ssl.SSLCertVerificationError)
 
 

@@ -1,4 +1,4 @@
-"""Every Redis key of the project is named here. `ff:<job>:…` belongs to one job, `ff-fleet:…` to the whole fleet.
+"""Names of all Redis keys of the project. `ff:<job>:…` belongs to one job, `ff-fleet:…` to the whole fleet.
 
 The two prefixes differ, so that no job id can collide with a key of the fleet.
 """
@@ -25,7 +25,7 @@ def job_key(job_id: str, *parts: str | int) -> str:
 
 
 def job_prefix(job_id: str) -> str:
-    """What every key of the job starts with."""
+    """Beginning of all keys of the job."""
     return job_key(job_id) + ":"
 
 
@@ -76,7 +76,7 @@ def leader() -> str:
 
 
 def leader_term() -> str:
-    """Who took the lease last, whether or not it still holds it: the fencing token."""
+    """Fencing token: the controller that took the lease last, even if it no longer holds it."""
     return fleet_key("leader", "term")
 
 
@@ -166,7 +166,7 @@ def validations(job_id: str) -> str:
 
 
 def samples(job_id: str, purpose: str, part: str) -> str:
-    """What people look at of one purpose's samples; `part` is "records", "order" (by step) or "rewards"."""
+    """Samples of one purpose that people can look at; `part` is "records", "order" (by step) or "rewards"."""
     return job_key(job_id, "samples", purpose, part)
 
 
@@ -191,7 +191,7 @@ def votes(job_id: str, step: int, group: int) -> str:
 
 
 def tombstone(job_id: str) -> str:
-    """What a deleted job was, while its `Idempotency-Key` lives."""
+    """Record of a deleted job, kept while its `Idempotency-Key` lives."""
     return fleet_key("deleted", job_id)
 
 

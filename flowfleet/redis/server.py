@@ -91,7 +91,7 @@ def server_version(server: Path) -> tuple[int, ...]:
 
 
 def _has_selectors(server: Path) -> bool:
-    """Whether it knows ACL selectors, which Redis 7 brought; Valkey's versions began there."""
+    """Returns True if the server knows ACL selectors, which Redis 7 brought; Valkey's versions began there."""
     return server_version(server) >= _FIRST_WITH_SELECTORS
 
 

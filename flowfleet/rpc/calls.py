@@ -28,7 +28,7 @@ _ending: Final = set[asyncio.Task[None]]()
 
 
 def of_client(address: str) -> Caller | None:
-    """What traces the calls to this address; None while traces are off."""
+    """Returns the tracer of the calls to this address; None while traces are off."""
     tracer = traces.tracer()
     return None if tracer is None else Caller(tracer, address)
 

@@ -240,7 +240,7 @@ def _server_credentials(certificates: tls.Certificates) -> grpc.ServerCredential
 
 
 def rpc_error_message(error: BaseException) -> str:
-    """One line for logs and records: "UNAVAILABLE: connection refused"."""
+    """Returns an error in one line for logs and records, such as "UNAVAILABLE: connection refused"."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {error}"

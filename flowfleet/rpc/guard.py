@@ -1,7 +1,7 @@
-"""What stands before every method of a gRPC server: who may call it, can its request be read, how do errors leave it.
+"""Guard before every method of a gRPC server: checks the caller and the request, and turns errors into statuses.
 
 A call ends with UNAUTHENTICATED when its token or certificate is not the fleet's, with PERMISSION_DENIED when the kind
-of its caller may not call the method (kinds.py), and with INVALID_ARGUMENT when its request is no message.
+of its caller may not call the method (kinds.py), and with INVALID_ARGUMENT when its request is not a message.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
 
     def _instead(self, kind: Caller | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
-        """What answers in place of the method, for a caller who may not call it. It receives no request: strangers
-        could fill the memory with messages that they begin and do not end. Probes carry no token, so the health check
-        needs none; a stranger's is for the whole server."""
+        """Returns the handler that answers a caller who may not call the method; None for a caller who may.
+
+        It receives no request: strangers could fill the memory with messages that they begin and do not end. Probes
+        carry no token, so the health check needs none; a stranger's is for the whole server.
+        """
         if not self._callers or (kind is not None and kinds.may_call(kind, method)):
             return None
         if kind is not None:

@@ -69,12 +69,12 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def is_health(method: str) -> bool:
-    """Whether everyone may call it, as probes do."""
+    """Returns True if everyone may call the method, as probes do."""
     return method.startswith(_HEALTH)
 
 
 def may_call(kind: Caller, method: str) -> bool:
-    """Whether a service of this kind may call a method, given as /package.Service/Method."""
+    """Returns True if a service of this kind may call a method, given as /package.Service/Method."""
     return is_health(method) or bool({_ALL, method} & {*MAY_CALL[kind]})
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """What a process proves itself by, and whom it trusts; all PEM."""
+    """Certificate of a process, its key, and the authority that it trusts; all PEM."""
 
     ca: bytes
     chain: bytes
@@ -125,7 +125,7 @@ class Certificates:
         return Identity(ca, chain, key, valid_until)
 
     def _hint(self, error: ssl.SSLCertVerificationError) -> str:
-        """What to change, where OpenSSL's words do not say it."""
+        """Returns advice where OpenSSL's own words do not say what to change."""
         if "ostname mismatch" in error.verify_message:
             return f" Add this DNS name to the certificate, or set {TLS_NAME} to one that it has"
         if "issuer" in error.verify_message or "self-signed" in error.verify_message:
