@@ -58,7 +58,7 @@ def format_of(place: str, columns: Columns) -> Format:
 
 
 def parse_prompts(data: bytes, place: str, columns: Columns | None = None, form: Format | None = None) -> list[Prompt]:
-    """All prompts of a file. `form`: of the data, where the suffix does not tell.
+    """Reads all prompts of a file. `form`: the data's format, where the suffix does not tell it.
 
     Raises ValueError that names the file and the line or row that is wrong.
     """

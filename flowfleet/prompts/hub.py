@@ -21,7 +21,7 @@ _SHOWN = 5
 
 
 def is_dataset(place: str) -> bool:
-    """Whether a place names a data set or a split, whose files the Hub must tell."""
+    """Returns True if a place names a data set or a split. The Hub has to list its files."""
     return place.startswith(SCHEME) and (len(_parts(place)) < 3 or not _is_file(place))
 
 
@@ -85,6 +85,6 @@ def _is_file(path: str) -> bool:
 
 
 def _is_of(path: str, split: str) -> bool:
-    """Whether a file lies in a folder of the split's name, or has it as a word of its own name."""
+    """Returns True if a file lies in a folder of the split's name, or has that name as a word in its own."""
     stem = PurePosixPath(path).with_suffix("").name
     return path.startswith(f"{split}/") or split in re.split(r"[._-]", stem) or f"/{split}/" in path

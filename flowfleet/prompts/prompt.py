@@ -1,4 +1,4 @@
-"""One prompt of a data set, and what its media are by their suffix."""
+"""Prompts of a data set, and the media types of their files by suffix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEDIA_TYPES = PICTURES | VIDEOS | SOUNDS
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line or row of a data set."""
+    """Prompt from a line or row of a data set."""
 
     text: str
     metadata: dict[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ MAX_FILE_BYTES = 1 << 30
 
 
 def read_prompts(place: str, columns: Columns) -> list[Prompt]:
-    """All prompts of a file, folder or URL. Raises ValueError with what is wrong, or what the store said."""
+    """Reads all prompts of a file, folder or URL. Raises ValueError with the mistake, or with the store's message."""
     try:
         return _read(place, columns)
     except OSError as error:

@@ -18,8 +18,8 @@ MISSING = "reading .parquet and folders of `datasets` needs pyarrow: install flo
 
 
 def rows_as_json_lines(file: BinaryIO, form: TableFormat, max_bytes: int, ignored: Sequence[str] = ()) -> bytes:
-    """One JSON object a row. Raises ValueError for what is no such file, for cells that are no text, and beyond
-    `max_bytes`."""
+    """Converts rows to JSON lines, one object per row. Raises ValueError for a file that is not of this form, for cells
+    that are not text, and beyond `max_bytes`."""
     try:
         import pyarrow
     except ImportError:

@@ -15,7 +15,7 @@ _PLACE = re.compile(rf"{SCHEME}({DIGEST})/({NAME})")
 
 
 def is_upload(place: str) -> bool:
-    """Whether a place is meant as an upload."""
+    """Returns True if a place is meant as an upload."""
     return place.startswith(SCHEME)
 
 

@@ -28,7 +28,7 @@ _ENDS: Final = {"succeeded": RunStatus.FINISHED, "failed": RunStatus.FAILED, "ca
 
 
 class MlflowTracker:
-    """One run of the experiment that is named like the project."""
+    """Tracker that writes a job to a run of MLflow, in the experiment with the project's name."""
 
     def __init__(self, project: str) -> None:
         self._client = MlflowClient()

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 
 class State(BaseModel):
-    """What the tracker has of a job."""
+    """Progress of a job's copy in the tracker."""
 
     run: str = ""
     """Name of the run in the tracker; empty before the first."""

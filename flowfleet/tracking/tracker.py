@@ -1,4 +1,4 @@
-"""What a tracker is: a place that takes a job's settings, steps, validations and end."""
+"""Interface of a tracker, which takes a job's settings, steps, validations and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """One more than there are bins."""
+        """Returns the edges of the bins: one more than there are bins."""
         width = (self.high - self.low) / len(self.counts)
         return [self.low + width * place for place in range(len(self.counts))] + [self.high]
 

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 class TrackioTracker:
-    """One run, named like the job with its id."""
+    """Tracker that writes a job to a run of Trackio, named like the job with its id."""
 
     def __init__(self, project: str) -> None:
         self._project = project

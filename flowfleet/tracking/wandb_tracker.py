@@ -33,7 +33,7 @@ FLUSH_S: Final = 0.05
 
 
 class WandbTracker:
-    """One run, whose id is the job's. Its x axes are `step` and, of validations, `version`."""
+    """Tracker that writes a job to a W&B run with the job's id. Its x axes are `step` and `version` (validations)."""
 
     def __init__(self, project: str, folder: Path) -> None:
         self._project = project
