@@ -1,8 +1,8 @@
-"""What a check is: a name, what the contract requires, and a coroutine function that asks.
+"""Checks: each has a name, the contract's requirement, and a coroutine function that asks the service.
 
 It returns what it saw, or raises `Fault` where the contract is broken, `Remark` for what is allowed but worth knowing,
 and `Skip` for what cannot be asked. A check looks at one rule and is lenient in all others, so that one mistake of a
-service fails one check; what stands on another rule names it in `needs` and is not asked where that one is broken.
+service fails one check. A check that depends on another rule names it in `needs` and is skipped where that is broken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One rule."""
+    """Check of one rule."""
 
     name: str
     rule: str

@@ -182,7 +182,8 @@ def _moved(sample: PixelInput, direction: Pixels, step: float) -> Pixels:
 
 
 def _masks(gradient: Pixels) -> Iterable[tuple[str, Pixels]]:
-    """All pixels, and the half of the picture in which the gradient is shorter, if it is there at all."""
+    """Yields the mask of all pixels, then that of the half of the picture with the shorter gradient. The half is left
+    out if its gradient is almost zero."""
     everywhere = np.ones_like(gradient)
     yield "all pixels", everywhere
     left = everywhere.copy()

@@ -1,4 +1,4 @@
-"""What a run of the suite found: one result a check."""
+"""Report of a run of the suite: one result per check."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Result(BaseModel):
 
     name: str
     rule: str
-    """What the contract requires."""
+    """Requirement of the contract."""
     status: Status
     detail: str = ""
-    """What was seen, or why it was not asked."""
+    """Observation, or the reason for not asking."""
     seconds: float
 
 
 class Service(BaseModel):
-    """What Describe said."""
+    """Answer of Describe."""
 
     name: str
     version: str

@@ -103,7 +103,7 @@ async def other_modality(session: Session) -> str | None:
 
 
 async def _other(session: Session, name: str, is_taken: bool, make: Callable[[int], media.Media]) -> str:
-    """What a medium of another modality than the suite sends gets."""
+    """Sends a medium of another modality than the suite's and returns the outcome."""
     if not is_taken:
         return f"{name}: {await _one_bad(session, make(0))}"
     samples = [session.with_media(sample, make(place)) for place, sample in _numbered(session)]
@@ -134,7 +134,8 @@ async def _one_bad(session: Session, file: media.Media) -> str:
 
 
 async def _beside_others(session: Session, file: media.Media) -> RewardScore:
-    """What a sample with this file gets, as the second of three where they fit; Fault unless the others are scored."""
+    """Returns the score of a sample with this file, sent as the second of three if so many fit. Raises Fault unless the
+    others are scored."""
     samples = session.samples(min(3, session.full_batch))
     bad = len(samples) // 2
     samples[bad] = session.with_media(samples[bad], file)

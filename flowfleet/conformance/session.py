@@ -1,4 +1,4 @@
-"""What the checks ask with: the options of a run, a channel, the samples, and the scores given so far."""
+"""Session of the checks: the options of a run, a channel, the samples, and the scores given so far."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Session:
         self._files = [media.read(path) for path in options.images]
         self.described = DescribeResponse()
         self.given: list[RewardScore] = []
-        """All scores of well-formed samples so far."""
+        """Scores of all well-formed samples so far."""
         self.reference: dict[int, float] = {}
         """Picture → score, of the first batch; empty where the service does not repeat itself."""
         self.batch_limit = options.max_batch

@@ -1,4 +1,4 @@
-"""All checks, in order, against one address."""
+"""Suite of all checks, run in order against one address."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a job will need, found out without its weights; plan.py puts the parts together."""
+"""Predictions of a job's needs, made without its weights; plan.py puts the parts together."""

@@ -1,8 +1,9 @@
-"""What the forward of a micro-batch keeps for its backward, found by running the model on the meta device.
+"""Activations that the forward of a micro-batch keeps for its backward, counted by running the model on the meta
+device.
 
-Eager: every storage that autograd saves, once (`torch.autograd.graph.saved_tensors_hooks`). Compiled: what the
-partitioner of torch.compile keeps of a block. With checkpointing a block keeps its inputs, with the selective kind the
-results of matrix products and attention as well, and one block at a time has all of its activations.
+Eager: every storage that autograd saves, once (`torch.autograd.graph.saved_tensors_hooks`). Compiled: the storages that
+the partitioner of torch.compile keeps of a block. With checkpointing a block keeps its inputs, with the selective kind
+the results of matrix products and attention as well, and one block at a time has all of its activations.
 """
 
 from __future__ import annotations

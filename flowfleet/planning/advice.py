@@ -1,4 +1,4 @@
-"""What to change in a job that does not fit its devices: the least changes that make it fit, each tried."""
+"""Advice for a job that does not fit its devices: the smallest changes that make it fit, each tried."""
 
 from __future__ import annotations
 

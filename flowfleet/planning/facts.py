@@ -1,4 +1,4 @@
-"""What a job's memory and work follow from, measured on the model's skeleton: sizes, activations, FLOPs."""
+"""Facts behind a job's memory and work, measured on the model's skeleton: sizes, activations, FLOPs."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _decoding_with_gradient(skeleton: ModelAdapter, spec: JobSpec) -> int:
 
 
 def _of_all_blocks(count: Callable[[nn.Module], int], expert: nn.Module, stands_for: Mapping[nn.Module, int]) -> int:
-    """What a whole transformer counts of which few blocks are kept."""
+    """Returns the count of a whole transformer, of which only few blocks are kept."""
     return count(expert) + sum((number - 1) * count(block) for block, number in stands_for.items())
 
 

@@ -110,6 +110,6 @@ def _count(skeleton: ModelAdapter, size: Size, stands_for: dict[nn.Module, int],
 
 
 def forward(skeleton: ModelAdapter, latents: torch.Tensor, prompts: object, size: Size) -> None:
-    """One forward without gradient, of the first expert."""
+    """Runs one forward of the first expert, without gradient."""
     with torch.no_grad(), MetaRun():
         skeleton.velocity(latents, torch.tensor(1000.0), prompts, size=size)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class Plan:
     device_bytes: float | None
     """Memory of a device; None if it is not known."""
     advice: tuple[str, ...]
-    """What to change where something does not fit."""
+    """Changes to make where something does not fit."""
 
     @property
     def fits(self) -> bool | None:

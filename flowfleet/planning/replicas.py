@@ -9,7 +9,8 @@ MOST_OF_DEVICE = 0.5
 
 
 def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> bool:
-    """Whether every rank holds all of a model: where it trains an adapter, a rank alone and one that samples always do.
+    """Returns True if every rank holds all of a model. Only a job that trains an adapter can; there a rank that is
+    alone or samples always does.
 
     Args:
         base_bytes: of the frozen base, in the dtype that it is held in.

@@ -185,7 +185,7 @@ def shortened(expert: nn.Module) -> Iterator[dict[nn.Module, int]]:
 
 
 def extrapolated(stands_for: Mapping[nn.Module, int], read: Callable[[], float], run: Callable[[], object]) -> float:
-    """What a counter that `read` gives grows by in a `run` of all blocks, found in one of the shortened model."""
+    """Returns the growth of the counter `read` in a `run` of all blocks, computed from a run of the shortened model."""
     extra, starts, handles = 0.0, {}, []
     before = read()
 

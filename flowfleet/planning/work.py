@@ -1,4 +1,4 @@
-"""What a step computes, sends and stores."""
+"""Work of a training step: FLOPs to compute, bytes to send and to store."""
 
 from __future__ import annotations
 
