@@ -1,4 +1,4 @@
-"""What commands share: where they print, how they find the controller, and the options for that."""
+"""Options and helpers that commands share: where they print and how they find the controller."""
 
 from __future__ import annotations
 

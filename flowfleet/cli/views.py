@@ -1,4 +1,4 @@
-"""What the command line prints of jobs, samples and processes."""
+"""Views of jobs, samples and processes that the command line prints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def status_text(status: str) -> Text:
 
 
 def show_job(job: Job, console: Console) -> None:
-    """All about one job."""
+    """Prints the facts of one job."""
     facts = Table.grid(padding=(0, 3))
     progress = job.progress
     dropped = ", ".join(f"{count} {reason}" for reason, count in progress.samples_dropped.items())

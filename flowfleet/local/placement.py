@@ -27,7 +27,7 @@ class Placement:
 
     @property
     def warning(self) -> str | None:
-        """What a user should know of it."""
+        """Warning for the user about this placement; None where there is nothing to say."""
         if shared := [device for device in self.trainer if device in self.rollouts]:
             return (
                 f"rollouts and trainers share accelerator {', '.join(shared)}: each has the memory that the other "

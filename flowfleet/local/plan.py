@@ -28,7 +28,7 @@ REWARDS_FILE = "rewards.toml"
 
 
 class StackOptions(BaseModel):
-    """What `flowfleet up` takes."""
+    """Options of `flowfleet up`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -120,7 +120,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process of the stack."""
+    """Plan of one process of the stack."""
 
     name: str
     kind: Kind
@@ -180,8 +180,8 @@ def make_plan(
 
 
 def data_roots(options: StackOptions) -> list[Path]:
-    """What jobs of the stack may read: the working folder, the recipes, the preloaded model, and what the options
-    add.
+    """Returns the folders that jobs of the stack may read: the working folder, the recipes, the preloaded model, and
+    the folders that the options add.
 
     Raises StackError in a working folder that holds the whole machine.
     """

@@ -43,7 +43,7 @@ def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = 
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on `port` now."""
+    """Returns True if a server could listen on `port` now."""
     try:
         _bound(host, port).close()
     except OSError:

@@ -58,7 +58,7 @@ def read_records(directory: Path) -> Iterator[Record]:
 
 
 def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Process]:
-    """Every live process of the stack, this one excluded."""
+    """Returns all live processes of the stack, except this one."""
     found: dict[int, psutil.Process] = {}
     for process in [*_recorded(records, state_dir), *_marked(state_dir)]:
         found[process.pid] = process

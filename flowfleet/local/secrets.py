@@ -28,7 +28,7 @@ def _new_token() -> str:
 
 
 def _reward_token() -> str:
-    """One that the user gave goes to rewards: those that run elsewhere may ask for it."""
+    """Returns the user's token, because rewards that run elsewhere may ask for it, or makes one where none is given."""
     return service.secret(service.RPC_TOKEN) or _new_token()
 
 
@@ -43,11 +43,11 @@ class StackSecrets:
     controller: str = field(default_factory=_new_token)
     trainer: str = field(default_factory=_new_token)
     sampler: str = field(default_factory=_new_token)
-    """What the controller sends to rollouts."""
+    """Token that the controller sends to rollouts."""
     reward: str = field(default_factory=_reward_token)
 
     def environments(self, redis_port: int) -> dict[Kind, dict[str, str]]:
-        """What processes of each kind get in their environment. Trainers get theirs from the controller."""
+        """Returns the environment variables of each kind's processes. Trainers get theirs from the controller."""
         urls = {kind: server_url(redis_port, password, kind) for kind, password in self.redis.items()}
         accept = kinds.accept({"controller": self.controller, "sampler": self.sampler, "trainer": self.trainer})
         trainer = {

@@ -1,4 +1,4 @@
-"""What a controller answers: whether it is reachable, takes our key, speaks our version, and has what jobs need."""
+"""Checks of a controller: is it reachable, does it take our key and speak our version, has it what jobs need?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one check of the doctor found. Pure."""
+"""Finding of one check of the doctor. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Finding:
     check: str
     status: Status
     found: str
-    """What is there."""
+    """State that the check found."""
     advice: str = ""
-    """What to do; empty where all is well."""
+    """Advice for the user; empty where all is well."""
 
 
 def ok(check: str, found: str) -> Finding:

@@ -1,4 +1,4 @@
-"""What a stack needs of this machine besides packages. Each check gives its findings and raises nothing.
+"""Checks of this machine for a stack, apart from packages. Each returns its findings and raises nothing.
 
 Imports of extras stay inside the checks, so that the base install has a doctor too.
 """

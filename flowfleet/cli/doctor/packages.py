@@ -16,7 +16,7 @@ EXTRAS: Final = ("local", "vllm-omni", "hub", "data", "wandb", "tensorboard", "m
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """One finding per extra; a base install cannot tell them apart and gives one."""
+    """Yields a finding per extra. A base install cannot tell them apart and yields one."""
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:

@@ -118,7 +118,7 @@ def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int
 def _disagreeing(
     client: Client, job: Job, num: int, purpose: str, step: int | None
 ) -> tuple[str, list[tuple[Sample, str]]]:
-    """What was compared, and the samples with their reasons."""
+    """Returns a remark about the comparison, and the samples with their reasons."""
     from flowfleet.cli.rewards.disagreement import disagreements
 
     newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))

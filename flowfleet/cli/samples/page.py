@@ -62,7 +62,7 @@ def tag(name: str, /, *children: str, **attributes: object) -> _Markup:
 
 
 def join(children: Iterable[str]) -> _Markup:
-    """One after the other, escaped except those that `tag` made."""
+    """Joins the children, escaped except those that `tag` made."""
     return _Markup("".join(child if isinstance(child, _Markup) else html.escape(child) for child in children))
 
 

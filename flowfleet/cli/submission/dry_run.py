@@ -1,4 +1,4 @@
-"""What `flowfleet submit --dry-run` prints: the resolved job, and each process a local stack would start for it."""
+"""Output of `flowfleet submit --dry-run`: the resolved job, and each process that a local stack would start for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Process:
 @dataclass(frozen=True)
 class Explained:
     job: dict[str, Any]
-    """Every setting, defaults filled in."""
+    """Settings of the job, defaults filled in."""
     warnings: Sequence[str]
     processes: Sequence[Process]
     placement_warning: str | None

@@ -24,7 +24,7 @@ CALL_SAMPLES: Final = 16
 
 @dataclass(frozen=True)
 class Tried:
-    """What a sample got. Exactly one of `score` and `error` is there."""
+    """Outcome of one sample. It has either a `score` or an `error`."""
 
     sample: str
     """Name of the file, or step/group/index."""

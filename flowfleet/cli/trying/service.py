@@ -22,7 +22,7 @@ TAIL: Final = 8
 
 
 def parse_tried(text: str) -> Reward:
-    """What `up --reward` takes, where a function or an address needs no name. Raises ValueError."""
+    """Parses a reward as `up --reward` does, but a function or an address needs no name. Raises ValueError."""
     if "://" in text:
         return Reward("reward", address=text)
     try:

@@ -1,1 +1,1 @@
-"""What keeps the processes of a stack alive: starts, health, restarts, and the cleanup after a crash."""
+"""Supervision that keeps a stack's processes alive: starts, health, restarts, and the cleanup after a crash."""

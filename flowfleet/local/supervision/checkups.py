@@ -15,7 +15,7 @@ from flowfleet.local.plan import Plan, ProcessPlan
 from flowfleet.local.supervision.child import MAX_MISSED, Child
 
 Alive = Callable[[ProcessPlan, Plan, float], bool]
-"""Whether a process answers as it should within so many seconds."""
+"""Function that returns True if a process answers as it should within so many seconds."""
 
 
 def start_checkups(

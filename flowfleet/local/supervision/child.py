@@ -1,4 +1,4 @@
-"""One process of the stack: start it, see it die or hang, start it again when its delay is over."""
+"""Process of the stack: is started, seen to die or hang, and started again when its delay is over."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Child:
         self._process.kill()
 
     def describe(self) -> RunningProcess:
-        """What stack.json says about it."""
+        """Returns the process's entry in stack.json."""
         log = str(self._state.log(self.plan.name))
         return RunningProcess(
             pid=self.pid,

@@ -1,4 +1,4 @@
-"""Whether a process of the stack serves, and whether it still answers: one question, never raising."""
+"""Probes of a stack's processes: does one serve, does it still answer? Each asks once and never raises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PROBE_TIMEOUT_S = 2.0
 
 
 def serves(process: ProcessPlan, plan: Plan) -> bool:
-    """Whether it takes work. Asks in the way of the process's kind, at most `PROBE_TIMEOUT_S` long."""
+    """Returns True if the process takes work. Asks in the way of its kind, for at most `PROBE_TIMEOUT_S`."""
     return _asked(process, plan, "/readyz", PROBE_TIMEOUT_S)
 
 
 def is_alive(process: ProcessPlan, plan: Plan, timeout_s: float) -> bool:
-    """Whether nothing is wrong with it that killing and starting it again would cure."""
+    """Returns False if killing and restarting the process would help."""
     return _asked(process, plan, "/healthz", timeout_s)
 
 

@@ -99,7 +99,7 @@ class Supervisor:
                 is_published = self._republish(tells=bool(restarted))
 
     def _republish(self, *, tells: bool) -> bool:
-        """Whether stack.json could be written; a full disk ends no stack."""
+        """Returns True if stack.json could be written. A full disk does not end the stack."""
         try:
             self._publish()
         except OSError as error:
