@@ -39,7 +39,7 @@ class ShadowPart(Part):
     """Handed to the scorer with each request."""
 
     def as_reward(self) -> RewardPart:
-        """What the service is asked with; nothing trains on it."""
+        """Returns the reward that the shadow's service is called with; nothing trains on it."""
         return RewardPart(service=self.service, params=self.params, weight=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong between a reward service and its caller, in words that name the service and what to change.
+"""Errors between a reward service and its caller, in words that name the service and what to change.
 
 The controller asks rewards for scores, the trainer for gradients.
 """
@@ -45,12 +45,12 @@ def reward_of(error: FlowfleetError) -> str:
 
 
 def may_heal(error: grpc.aio.AioRpcError) -> bool:
-    """Whether what must change may be under way: new tokens reach services one after the other."""
+    """Returns True if the remedy may be under way: new tokens reach services one after the other."""
     return error.code() is _CODE.UNAUTHENTICATED
 
 
 def is_too_large(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the service refused a message for its size."""
+    """Returns True if the service rejected a message for its size."""
     details = (error.details() or "").lower()
     return error.code() is _CODE.RESOURCE_EXHAUSTED and "message" in details and "larger than" in details
 
@@ -58,12 +58,12 @@ def is_too_large(error: grpc.aio.AioRpcError) -> bool:
 def of_call(
     name: str, service: str, address: str, error: grpc.aio.AioRpcError, deadline_s: float | None, caller: Caller
 ) -> str:
-    """What a failed call tells of the reward `name`: of one that has `timeouts.score_s`, or of Describe (None)."""
+    """Describes a failed call to the reward `name`. `deadline_s` is `timeouts.score_s`, or None for Describe."""
     return f"{at(name, service, address)} {_what(error, deadline_s, caller)}"
 
 
 def at(name: str, service: str, address: str = "") -> str:
-    """What a message about a reward begins with."""
+    """Returns the beginning of a message about a reward."""
     return f"rewards.{name}: service {service!r}" + (f" at {address}" if address else "")
 
 

@@ -38,7 +38,7 @@ def num_decoded_together(size: Size) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PixelInput:
-    """One sample of a call."""
+    """Picture of a call for scores with gradients."""
 
     pixels: Pixels
     """Red, green and blue, each from 0 to 1."""

@@ -1,4 +1,4 @@
-"""What rewards and their callers share: calls as Python has them, what they are held to, the contract's number."""
+"""Requests as rewards and their callers share them: calls in Python, the bounds of scores, the contract's number."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EncodedSample:
 
 @dataclass(frozen=True, slots=True)
 class ScoreCall:
-    """What a `ScoreRequest` says."""
+    """Contents of a `ScoreRequest`."""
 
     samples: Sequence[EncodedSample]
     params: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def score_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[
 
 
 def _head(field_number: int, size: int) -> bytes:
-    """What comes before a field of so many bytes: its number and wire type, LEN, and the size, as varints."""
+    """Returns the bytes before a field of so many bytes: its number and wire type, LEN, and the size, as varints."""
     return _varint(field_number << 3 | 2) + _varint(size)
 
 

@@ -79,8 +79,8 @@ class Pending(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What a score function sees. The header of its media has been read and is within `MediaLimits`;
-    pixels are decoded when they are first asked for, and ValueError is raised where that fails."""
+    """Sample as a score function sees it. The header of its media has been read and is within `MediaLimits`. Pixels are
+    decoded when they are first asked for; ValueError is raised where that fails."""
 
     sample_id: str
     prompt: str
@@ -176,12 +176,12 @@ class Reward:
 
     @property
     def media_types(self) -> tuple[str, ...]:
-        """What is read."""
+        """Media types that the reward reads."""
         return tuple(name for modality in self.modalities for name in _MODALITIES[modality][1])
 
     @property
     def is_async(self) -> bool:
-        """Whether `score` is a coroutine function."""
+        """True if `score` is a coroutine function."""
         return any(map(inspect.iscoroutinefunction, (self.score, type(self.score).__call__)))
 
     def describe(self) -> DescribeResponse:
@@ -199,7 +199,7 @@ class Reward:
         )
 
     def answer(self, sample_id: str, outcome: Scored | Exception, media_size: int) -> RewardScore:
-        """What the caller gets; a pending score only from a reward that `may_wait`."""
+        """Returns the answer for the caller. Only a reward that `may_wait` may answer with a pending score."""
         if isinstance(outcome, Pending) and self.may_wait:
             return RewardScore(sample_id=sample_id, pending=str(outcome) or "the score is not there yet")
         return answer(sample_id, outcome, self.components, media_size)
@@ -274,7 +274,8 @@ class RewardServicer(RewardServiceServicer):
             self._waiting_bytes -= size
 
     async def _score_each(self, samples: Sequence[RewardSample], params: tuple[Any, ...]) -> list[Any]:
-        """One outcome a sample, in order; of media only what is being scored is decoded."""
+        """Scores the samples one by one and returns an outcome per sample, in order. Only the media that are being
+        scored are decoded."""
         return await asyncio.gather(*(self._score_one(sample, params) for sample in samples))
 
     async def _score_one(self, sample: RewardSample, params: tuple[Any, ...]) -> Any:
@@ -282,7 +283,7 @@ class RewardServicer(RewardServiceServicer):
         return opened if isinstance(opened, Exception) else await self._call(opened, *params)
 
     async def _score_batch(self, samples: Sequence[RewardSample], params: tuple[Any, ...]) -> list[Any]:
-        """One outcome a sample, in order."""
+        """Scores the samples together and returns an outcome per sample, in order."""
         outcomes = list(await asyncio.gather(*(self._in_thread(self._open, sample) for sample in samples)))
         groups: dict[str, list[int]] = {}
         for place, opened in enumerate(outcomes):
@@ -307,7 +308,7 @@ class RewardServicer(RewardServiceServicer):
         return [outcome for sample in samples for outcome in await self._score_together([sample], params)]
 
     async def _call(self, *given: Any) -> Any:
-        """What the function gives, or the exception that tells why not."""
+        """Returns the function's result, or the exception to report in its place."""
         if not self._reward.is_async:
             return await self._in_thread(self._watched, *given)
         try:
@@ -331,7 +332,7 @@ class RewardServicer(RewardServiceServicer):
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
 
     def _told(self, error: Exception) -> Exception:
-        """What the caller may know of an exception."""
+        """Returns the exception as the caller may see it."""
         if isinstance(error, ValueError) or (isinstance(error, Pending) and self._reward.may_wait):
             return error
         log.error("%s failed", self._reward.name, exc_info=error)
@@ -349,7 +350,7 @@ class RewardServicer(RewardServiceServicer):
 
 
 def read_params(model: type[Params] | None, given: Mapping[str, str]) -> tuple[Params, ...]:
-    """What the score function gets of a call's parameters. ValueError names the one to change."""
+    """Returns the score function's arguments for a call's parameters. ValueError names the parameter to change."""
     known = () if model is None else tuple(model.model_fields)
     for name in given:
         if name not in known:
@@ -364,7 +365,7 @@ def read_params(model: type[Params] | None, given: Mapping[str, str]) -> tuple[P
 
 
 def answer(sample_id: str, outcome: Scored | Exception, components: Sequence[str], media_size: int = 0) -> RewardScore:
-    """What the caller gets: an error where there is no score, it is not finite, or a component was never named."""
+    """Returns the caller's answer: an error if the score is missing or not finite, or a component was never named."""
     try:
         if isinstance(outcome, Exception):
             raise outcome
