@@ -1,1 +1,1 @@
-"""What every Flowfleet service shares. Importing this package must not import torch."""
+"""Library that all Flowfleet services share. Importing this package must not import torch."""

@@ -1,4 +1,4 @@
-"""Whether two processes see the same files."""
+"""Proof that two processes see the same files."""
 
 from __future__ import annotations
 

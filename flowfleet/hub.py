@@ -96,7 +96,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 
 def listed() -> tuple[str, ...]:
-    """What this process may download. Raises ValueError as `parse_list`."""
+    """Returns the names that this process may download. Raises ValueError as `parse_list`."""
     return parse_list(os.environ.get(MODELS, ""))
 
 
@@ -206,7 +206,7 @@ def _snapshot(
 
 
 def _asked(name: HubName, ask: Callable[[], T], include: str = "") -> T:
-    """What huggingface_hub answers; its errors as ValueError with what to change."""
+    """Returns huggingface_hub's answer. Turns its errors into a ValueError that says what to change."""
     from huggingface_hub import constants, errors
 
     try:

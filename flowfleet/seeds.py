@@ -1,4 +1,4 @@
-"""All randomness of a job, derived from its one seed. Pure: the same arguments give the same number everywhere."""
+"""Seeds of all random numbers of a job, derived from its own. Pure: equal arguments give equal seeds everywhere."""
 
 from __future__ import annotations
 
