@@ -49,14 +49,14 @@ class Phase(StrEnum):
 
 def limit_s(phase: Phase, timeouts: TimeoutPart) -> float:
     """The longest time without a sign in a phase, in seconds."""
-    own = {
+    limits = {
         Phase.LOAD: LOAD_S,
         Phase.CONNECT: CONNECT_S,
         Phase.COMPILE: COMPILE_S,
         Phase.OUTSIDE: OUTSIDE_S,
         Phase.CHECKPOINT: timeouts.checkpoint_s,
     }
-    return max(timeouts.hang_s, own.get(phase, 0.0))
+    return max(timeouts.hang_s, limits.get(phase, 0.0))
 
 
 class Beats:
@@ -110,9 +110,9 @@ class Beats:
     def progress(self) -> list[RankProgress]:
         """Returns the newest known progress of each rank. The controller asks rank 0 for it."""
         self._asked_at = time.monotonic()
-        own = self._sign()
+        this_rank = self._sign()
         self._heard.set()
-        return [own, *self._others]
+        return [this_rank, *self._others]
 
     def carry(self) -> None:
         """Starts the thread that brings the signs of all ranks to rank 0. A world of one needs none."""

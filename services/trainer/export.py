@@ -194,10 +194,10 @@ def _disk_errors() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), str(error)) from None
+        raise OSError(int(match[1]), str(error)) from None
 
 
 def _share(path: Path) -> None:
@@ -228,8 +228,8 @@ def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tens
         }
         buffers = {name: tensor for name, tensor in persistent(expert) if not isinstance(tensor, nn.Parameter)}
         shards = weights.make_buckets(weights.specs_of(of_component | buffers, engine.dtype), SHARD_BYTES)
-        own = itertools.chain(itertools.islice(tensors, len(of_component)), buffers.items())
-        _write_transformer(engine, component, path, shards, own)
+        expert_tensors = itertools.chain(itertools.islice(tensors, len(of_component)), buffers.items())
+        _write_transformer(engine, component, path, shards, expert_tensors)
 
 
 def _write_merged(engine: Engine, path: Path, adapter: Mapping[str, Tensor]) -> None:

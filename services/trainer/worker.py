@@ -157,7 +157,7 @@ class Worker:
             world_size=self.ranks.world_size,
             resumed_from=self.job.resumed_from,
             misfit=reason,
-            set_aside=[one.told() for one in kept_aside(Path(request.directory))],
+            set_aside=[checkpoint.told() for checkpoint in kept_aside(Path(request.directory))],
             samples=self.job.record.samples,
         )
 

@@ -100,10 +100,10 @@ def watch_compilation(pulse: Pulse) -> None:
 def blocks(expert: nn.Module) -> dict[str, nn.Module]:
     """The transformer's repeated blocks by name, after the class names that diffusers' and vLLM-Omni's models list."""
     names = {*(getattr(expert, "_no_split_modules", None) or ()), *(getattr(expert, "_repeated_blocks", None) or ())}
-    found = {name: module for name, module in expert.named_modules() if type(module).__name__ in names}
-    if not found:
+    modules = {name: module for name, module in expert.named_modules() if type(module).__name__ in names}
+    if not modules:
         raise ValueError(
             f"{type(expert).__name__} does not name its blocks: set its class attribute _no_split_modules to "
             f"their class names, or turn rollout.compile and rollout.quantization off; it has {sorted(names)} now"
         )
-    return found
+    return modules

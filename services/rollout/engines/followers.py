@@ -136,8 +136,8 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         level = logging.getLogger().level
         for rank in range(1, size):
-            own = str(_device_of(device, rank))
-            self._start(Settings(rank, size, own, self._store.port, timeout_s, max_batch, threads, level))
+            device_name = str(_device_of(device, rank))
+            self._start(Settings(rank, size, device_name, self._store.port, timeout_s, max_batch, threads, level))
 
     def meet(self) -> DeviceMesh:
         """The group of all ranks; waits until the followers are up."""

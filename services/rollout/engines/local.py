@@ -234,6 +234,6 @@ def load_format(model: ModelSpec) -> LoadFormat:
 
 def copied(message: T) -> T:
     """A protobuf message of its own."""
-    own = type(message)()
-    own.CopyFrom(message)  # type: ignore[attr-defined]
-    return own
+    copy = type(message)()
+    copy.CopyFrom(message)  # type: ignore[attr-defined]
+    return copy

@@ -57,7 +57,7 @@ class PromptEncoder:
         self._adapter.latent_shape(request.sampling.size)
         self._set_condition_pixels(request.sampling)
         texts = [] if _has_images(request) else [group.prompt for group in request.groups]
-        cached = frozenset(place for place, text in enumerate(texts) if text in self._texts)
+        cached = frozenset(index for index, text in enumerate(texts) if text in self._texts)
         with timed(self._adapter.device) as seconds:
             prompts, negative = self._encode(request)
         return Encoded(prompts, negative, seconds[0], cached)

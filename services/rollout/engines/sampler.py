@@ -227,10 +227,10 @@ def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:
             seed,
             group.initial_seed if request.noise.share_initial else seed,
             prompt,
-            group.media[place] if group.media else None,
+            group.media[position] if group.media else None,
         )
         for prompt, group in enumerate(request.groups)
-        for place, (index, seed) in enumerate(zip(group.indices, group.seeds, strict=True))
+        for position, (index, seed) in enumerate(zip(group.indices, group.seeds, strict=True))
     ]
     return [rows[start : start + max_batch] for start in range(0, len(rows), max_batch)]
 
@@ -238,13 +238,13 @@ def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:
 def _by_group(prompts: _Prompts, rows: Sequence[Row]) -> tuple[dict[int, PromptEmbeds], dict[int, PromptEmbeds]]:
     """A batch's prompts on the CPU by group, one row each, and its negative ones: one object where all share it."""
     positive, negative = prompts
-    places = {row.group: place for place, row in enumerate(rows)}
-    own = {group: positive.select([place]).to("cpu") for group, place in places.items()}
+    row_of_group = {row.group: row_index for row_index, row in enumerate(rows)}
+    prompt_of = {group: positive.select([row_index]).to("cpu") for group, row_index in row_of_group.items()}
     if negative is None:
-        return own, {}
+        return prompt_of, {}
     if len(negative) == 1:
-        return own, dict.fromkeys(places, negative.to("cpu"))
-    return own, {group: negative.select([place]).to("cpu") for group, place in places.items()}
+        return prompt_of, dict.fromkeys(row_of_group, negative.to("cpu"))
+    return prompt_of, {group: negative.select([row_index]).to("cpu") for group, row_index in row_of_group.items()}
 
 
 def _trajectories(path: _Path, request: GenerationRequest, schedule: Schedule) -> list[Trajectory]:

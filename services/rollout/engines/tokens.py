@@ -46,17 +46,17 @@ class _Written:
 
 def batches(request: GenerationRequest, prompts: EncodedPrompts, max_batch: int) -> list[Sequence[TokenRow]]:
     """Cuts the rows, in (group, index) order, at `max_batch` and wherever the prompt's length changes."""
-    found: list[list[TokenRow]] = []
+    chunks: list[list[TokenRow]] = []
     length = -1
     for group in request.groups:
         if len(prompts[group.group].token_ids) != length:
             length = len(prompts[group.group].token_ids)
-            found.append([])
+            chunks.append([])
         for index, seed in zip(group.indices, group.seeds, strict=True):
-            if len(found[-1]) == max_batch:
-                found.append([])
-            found[-1].append(TokenRow(group.group, index, seed))
-    return [*filter(None, found)]
+            if len(chunks[-1]) == max_batch:
+                chunks.append([])
+            chunks[-1].append(TokenRow(group.group, index, seed))
+    return [*filter(None, chunks)]
 
 
 class TokenSampler:
@@ -92,8 +92,8 @@ class TokenSampler:
             written = self._write(settings, prompts, rows, checkpoint)
         with timed(self._adapter.device) as log_probs:
             records = [
-                self._record(settings, prompts[row.group], one) if request.record == "tokens" else None
-                for row, one in zip(rows, written, strict=True)
+                self._record(settings, prompts[row.group], sequence) if request.record == "tokens" else None
+                for row, sequence in zip(rows, written, strict=True)
             ]
         samples = tuple(
             GeneratedSample(
@@ -101,12 +101,12 @@ class TokenSampler:
                 index=row.index,
                 seed=row.seed,
                 record=record,
-                text=self._adapter.text(torch.tensor(one.token_ids)),
+                text=self._adapter.text(torch.tensor(sequence.token_ids)),
                 prompt_tokens=len(prompts[row.group].token_ids),
-                num_tokens=len(one.token_ids),
-                stop_reason=one.stop_reason,
+                num_tokens=len(sequence.token_ids),
+                stop_reason=sequence.stop_reason,
             )
-            for row, one, record in zip(rows, written, records, strict=True)
+            for row, sequence, record in zip(rows, written, records, strict=True)
         )
         groups = dict.fromkeys(row.group for row in rows)
         first = sum(row.index == min(_indices(request, row.group)) for row in rows)
@@ -131,14 +131,14 @@ class TokenSampler:
                 logits = logits.index_fill(-1, undrawn, -torch.inf)
             chosen = choose(logits, draws[live, step].to(logits.device), settings.temperature, settings.top_p)
             kept = [
-                place
-                for place, (row, token) in enumerate(zip(live, chosen.tolist(), strict=True))
+                index
+                for index, (row, token) in enumerate(zip(live, chosen.tolist(), strict=True))
                 if not self._ends(written[row], token, settings.stop)
             ]
             if not kept or step + 1 == settings.max_tokens:
                 break
             if len(kept) < len(live):
-                live = [live[place] for place in kept]
+                live = [live[index] for index in kept]
                 chosen, positions = chosen[kept], positions[:, kept]
                 cache.batch_select_indices(torch.tensor(kept, device=logits.device))
             checkpoint()
@@ -161,20 +161,20 @@ class TokenSampler:
         prompt is read once; equal ones stand together."""
         read: list[tuple[DynamicCache, Tensor, Tensor]] = []
         counts: list[int] = []
-        for place, prompt in enumerate(prompts):
-            if place and prompt is prompts[place - 1]:
+        for index, prompt in enumerate(prompts):
+            if index and prompt is prompts[index - 1]:
                 counts[-1] += 1
                 continue
             read.append(self._read_one(prompt))
             counts.append(1)
         repeats = torch.tensor(counts, device=self._adapter.device)
         cache = DynamicCache()
-        for number, layers in enumerate(zip(*(one.layers for one, _, _ in read), strict=True)):
+        for number, layers in enumerate(zip(*(prompt_cache.layers for prompt_cache, _, _ in read), strict=True)):
             keys = torch.cat([layer.keys for layer in layers]).repeat_interleave(repeats, dim=0)
             values = torch.cat([layer.values for layer in layers]).repeat_interleave(repeats, dim=0)
             cache.update(keys, values, number)
-        logits = torch.cat([one for _, one, _ in read]).repeat_interleave(repeats, dim=0)
-        positions = torch.cat([one for _, _, one in read], dim=1).repeat_interleave(repeats, dim=1)
+        logits = torch.cat([row for _, row, _ in read]).repeat_interleave(repeats, dim=0)
+        positions = torch.cat([column for _, _, column in read], dim=1).repeat_interleave(repeats, dim=1)
         return cache, logits, positions
 
     def _read_one(self, prompt: EncodedPrompt) -> tuple[DynamicCache, Tensor, Tensor]:

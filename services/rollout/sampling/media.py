@@ -107,8 +107,8 @@ def fit(frames: Frames, size: Size) -> Frames:
     """(num_frames, height, width, 3) of `size` from any frames; see the module. Raises ValueError for too few."""
     if len(frames) < size.num_frames:
         raise ValueError(f"its {len(frames)} frames are fewer than sampling.num_frames = {size.num_frames}")
-    places = np.linspace(0, len(frames) - 1, size.num_frames).round().astype(int)
-    return np.stack([_resized(frames[place], size) for place in places])
+    indices = np.linspace(0, len(frames) - 1, size.num_frames).round().astype(int)
+    return np.stack([_resized(frames[index], size) for index in indices])
 
 
 def _resized(frame: Frames, size: Size) -> Frames:

@@ -96,24 +96,24 @@ class Publisher:
     async def _put_negatives(self, request: GenerateRequest, batch: GeneratedBatch) -> dict[int, BlobRef]:
         """Stores the negative prompts' embeddings. Groups share the blob of the job's negative prompt. A group with
         images or a negative prompt of its own has its own blob, named by its step."""
-        own = {group.group for group in request.groups if group.images or group.HasField("negative_prompt")}
+        separate = {group.group for group in request.groups if group.images or group.HasField("negative_prompt")}
         stored: dict[int, BlobRef] = {}
-        found: dict[int, BlobRef] = {}
+        refs: dict[int, BlobRef] = {}
         for group, prompt in batch.negative.items():
-            if group in own:
-                found[group] = await self._put_embeds(request, "negative", (request.step, group), prompt)
+            if group in separate:
+                refs[group] = await self._put_embeds(request, "negative", (request.step, group), prompt)
                 continue
             if id(prompt) not in stored:
                 stored[id(prompt)] = await self._put_embeds(request, "negative", (), prompt)
-            found[group] = stored[id(prompt)]
-        return found
+            refs[group] = stored[id(prompt)]
+        return refs
 
     async def _put_embeds(
-        self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds | EncodedPrompt
+        self, request: GenerateRequest, kind: str, key_parts: Sequence[int], prompt: PromptEmbeds | EncodedPrompt
     ) -> BlobRef:
         """Stores one row of embeddings."""
         blob = PromptBlob.of(prompt) if isinstance(prompt, EncodedPrompt) else EmbedsBlob.of_row(prompt)
-        return await self._put(request.job_id, kind, place, await self._in_pool(blob.to_bytes))
+        return await self._put(request.job_id, kind, key_parts, await self._in_pool(blob.to_bytes))
 
     async def _put_media(self, request: GenerateRequest, generated: GeneratedSample) -> Media:
         if generated.text is not None:

@@ -190,8 +190,8 @@ class WeightReceiver:
 
 def _local(model: rollout_pb2.ModelSpec) -> rollout_pb2.ModelSpec:
     """The model by its folder; downloads a name of the Hub. Raises ValueError where it cannot be loaded."""
-    found = rollout_pb2.ModelSpec()
-    found.CopyFrom(model)
-    found.path = str(hub.pipeline(model.path))
-    family_of(found.path)
-    return found
+    resolved = rollout_pb2.ModelSpec()
+    resolved.CopyFrom(model)
+    resolved.path = str(hub.pipeline(model.path))
+    family_of(resolved.path)
+    return resolved

@@ -218,8 +218,8 @@ class Checkpoints:
         """Newest first."""
         if not self.directory.is_dir():
             return []
-        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(found, reverse=True)]
+        numbered = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(numbered, reverse=True)]
 
     def _complete(self, aside: Path, path: Path, engine: Engine, record: Record, digests: dict[str, str]) -> None:
         """The last steps, by rank 0: `state.json`, everything to disk, and the name."""

@@ -141,12 +141,12 @@ def digest_of(path: Path) -> str:
 
 def _damage_of(path: Path, digest: str) -> str:
     try:
-        found = digest_of(path)
+        actual = digest_of(path)
     except OSError as error:
         if error.errno not in DAMAGED:
             raise
         return f"cannot be read: {error.strerror}"
-    return "" if found == digest else f"has the digest {found}, and was written with {digest}"
+    return "" if actual == digest else f"has the digest {actual}, and was written with {digest}"
 
 
 class _Writer(HuggingFaceStorageWriter):

@@ -56,8 +56,8 @@ def set_aside(path: Path, reason: str) -> Path:
 
 def kept_aside(directory: Path) -> list[SetAside]:
     """Oldest first."""
-    found = [_read(path) for path in directory.glob("step-*.aside-*")]
-    return sorted(found, key=lambda one: (one.at, one.path))
+    checkpoints = [_read(path) for path in directory.glob("step-*.aside-*")]
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.at, checkpoint.path))
 
 
 def _read(path: Path) -> SetAside:

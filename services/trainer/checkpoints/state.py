@@ -37,8 +37,8 @@ def read_state(path: Path) -> dict[str, Any]:
                 "Flowfleet that wrote it, or move the folder away to begin again without it"
             )
         for name, size in state["files"].items():
-            if (found := (path / name).stat().st_size) != size:
-                raise DataLoss(f"{path.name} is damaged: {name} has {found} bytes, written were {size}")
+            if (size_now := (path / name).stat().st_size) != size:
+                raise DataLoss(f"{path.name} is damaged: {name} has {size_now} bytes, written were {size}")
     except OSError as error:
         if error.errno not in DAMAGED:
             raise

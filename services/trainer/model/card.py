@@ -73,8 +73,8 @@ def _text_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None)
     yield f"from transformers import {loaded.name}"
     yield ""
     yield 'folder = "."  # this folder, or ORG/NAME once it is on a hub'
-    place = "folder" if kind == "pipeline" else _place(spec, base)
-    yield f"model = {loaded.name}.from_pretrained({place}, dtype=torch.{spec.model.dtype})"
+    source = "folder" if kind == "pipeline" else _place(spec, base)
+    yield f"model = {loaded.name}.from_pretrained({source}, dtype=torch.{spec.model.dtype})"
     if kind == "adapter":
         yield "model.load_adapter(folder)"
 
@@ -85,8 +85,8 @@ def _own_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) 
     yield "from flowfleet.models.registry import adapter_for"
     yield ""
     yield 'folder = "."  # this folder'
-    place = "folder" if kind == "pipeline" else f'"{base.repo if base else spec.model.path}"'
-    yield f"model = adapter_for({place}).load({place}, dtype=torch.{spec.model.dtype})"
+    source = "folder" if kind == "pipeline" else f'"{base.repo if base else spec.model.path}"'
+    yield f"model = adapter_for({source}).load({source}, dtype=torch.{spec.model.dtype})"
     if kind == "adapter":
         yield "from peft import PeftModel"
         yield ""
@@ -95,8 +95,8 @@ def _own_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) 
 
 def _place(spec: JobSpec, base: HubName | None) -> str:
     """Arguments that name the base."""
-    place = f'"{base.repo if base else spec.model.path}"'
-    return f'{place}, revision="{base.revision}"' if base and base.revision else place
+    source = f'"{base.repo if base else spec.model.path}"'
+    return f'{source}, revision="{base.revision}"' if base and base.revision else source
 
 
 def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> Iterator[str]:
@@ -108,8 +108,8 @@ def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> I
     if kind == "pipeline":
         yield f"pipe = {pipeline}.from_pretrained(folder, torch_dtype=torch.{spec.model.dtype})"
         return
-    place = _place(spec, base)
-    yield f"pipe = {pipeline}.from_pretrained({place}, torch_dtype=torch.{spec.model.dtype})"
+    source = _place(spec, base)
+    yield f"pipe = {pipeline}.from_pretrained({source}, torch_dtype=torch.{spec.model.dtype})"
     yield (
         "pipe.load_lora_weights(folder)"
         if len(components) == 1

@@ -215,8 +215,8 @@ class Engine:
         return loaded
 
     def _replicate(self, component: str) -> ReplicatedAdapter:
-        own = {name: p for name, p in self.trained.items() if name.startswith(f"{component}.")}
-        return ReplicatedAdapter(self.experts[component], own, self.ranks, self.dtype)
+        parameters = {name: p for name, p in self.trained.items() if name.startswith(f"{component}.")}
+        return ReplicatedAdapter(self.experts[component], parameters, self.ranks, self.dtype)
 
     def _quantize(self, block: nn.Module) -> None:
         layers.replace_weights([block], gradients=self.spec.trainer.base_gradients)

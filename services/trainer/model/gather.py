@@ -87,12 +87,12 @@ class Gather:
     def _all_gather(self, slots: Bucket, bucket: Bucket, flat: Tensor | None) -> None:
         assert self._mesh is not None, "the bucket has slots"
         slot_bytes = weights.bucket_bytes(slots)
-        own = self._own[:slot_bytes]
+        sent = self._own[:slot_bytes]
         gathered = self._gathered[: self._size * slot_bytes].view(self._size, slot_bytes)
         shards = [local(self._tensors[spec.name]) for spec in slots.parameters]
-        targets = [view[: len(shard)] for (_, view), shard in zip(weights.views(slots, own), shards, strict=True)]
+        targets = [view[: len(shard)] for (_, view), shard in zip(weights.views(slots, sent), shards, strict=True)]
         _copy(targets, shards)
-        _all_gather(gathered.view(-1), own, group=self._mesh.get_group())
+        _all_gather(gathered.view(-1), sent, group=self._mesh.get_group())
         if flat is None:
             return
         places = dict(_by_name(bucket, flat))

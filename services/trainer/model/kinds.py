@@ -55,8 +55,8 @@ class FlowModel:
         return [(name, tensor)]
 
     def loaded_by(self, adapter: ModelAdapter) -> type:
-        found: type = adapter.pipeline_class
-        return found
+        pipeline_class: type = adapter.pipeline_class
+        return pipeline_class
 
     def check(self, spec: JobSpec, adapter: ModelAdapter) -> int:
         adapter.limit_tokens(spec.model.max_sequence_length)
@@ -98,8 +98,8 @@ class FlatFlowModel(FlowModel):
 
     def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
         files = WeightFiles(folder, self.layout)
-        own = {one for name, tensor in persistent(expert) for one in self._names.of(name, len(tensor))}
-        yield from ((name, files.tensor(name)) for name in files if name not in own)
+        taken = {part for name, tensor in persistent(expert) for part in self._names.of(name, len(tensor))}
+        yield from ((name, files.tensor(name)) for name in files if name not in taken)
 
 
 class FlatSource:
@@ -110,8 +110,8 @@ class FlatSource:
         self._files, self._stored = WeightFiles(folder, layout), names
 
     def check(self, expert: nn.Module) -> None:
-        own = [(name, tensor) for name, tensor in persistent(expert) if ".lora_" not in name]
-        self._files.check([(name, self._stored.of(name, len(tensor)), tuple(tensor.shape)) for name, tensor in own])
+        base = [(name, tensor) for name, tensor in persistent(expert) if ".lora_" not in name]
+        self._files.check([(name, self._stored.of(name, len(tensor)), tuple(tensor.shape)) for name, tensor in base])
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         return self._files.rows(self._stored.of(name, shape[0]), rows)
@@ -130,8 +130,8 @@ class SequenceModel:
         return stored(name, tensor)
 
     def loaded_by(self, adapter: SequenceAdapter) -> type:
-        found: type = adapter.model_class
-        return found
+        model_class: type = adapter.model_class
+        return model_class
 
     def check(self, spec: JobSpec, adapter: SequenceAdapter) -> int:
         """Refuses to train an output layer that is tied to the embeddings, because it is a tensor of its own here."""
@@ -176,19 +176,19 @@ class TransformersSource(CheckpointSource):
 
     def _names(self, name: str) -> list[str]:
         """Stored names of a parameter, of one that all experts share those of the first; none where it is absent."""
-        layout, own = fused(name), stored_name(name)
-        candidates = [own] if layout is None or self._place(own) else layout.of(0)
-        if name == "lm_head.weight" and not self._place(own):  # tied: the embeddings
+        layout, stored_as = fused(name), stored_name(name)
+        candidates = [stored_as] if layout is None or self._place(stored_as) else layout.of(0)
+        if name == "lm_head.weight" and not self._place(stored_as):  # tied: the embeddings
             candidates = ["model.embed_tokens.weight"]
-        found = [self._place(one) for one in candidates]
-        return found if all(found) else []
+        in_files = [self._place(candidate) for candidate in candidates]
+        return in_files if all(in_files) else []
 
     def _place(self, name: str) -> str:
         """A stored name as these files have it; "" where it is absent."""
-        return next((one for one in (name, WHOLE + name) if one in self._files), "")
+        return next((candidate for candidate in (name, WHOLE + name) if candidate in self._files), "")
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        shapes = [self._files.shape(one) for one in self._names(name)]
+        shapes = [self._files.shape(file_name) for file_name in self._names(name)]
         if self._place(stored_name(name)) or fused(name) is None:
             return shapes[0]
         return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])

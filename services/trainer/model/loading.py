@@ -62,8 +62,8 @@ class CheckpointSource:
         self._files = WeightFiles(folder, layout)
 
     def check(self, expert: nn.Module) -> None:
-        own = [(name, [name], tuple(tensor.shape)) for name, tensor in persistent(expert) if ".lora_" not in name]
-        self._files.check(own, ": it must hold every parameter by its own name, tied ones too")
+        expected = [(name, [name], tuple(tensor.shape)) for name, tensor in persistent(expert) if ".lora_" not in name]
+        self._files.check(expected, ": it must hold every parameter by its own name, tied ones too")
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         return self._files.rows([name], rows)

@@ -84,8 +84,8 @@ def open_adapter(path: Path, components: Sequence[str], setting: str = "model.ad
     that cannot be read."""
     try:
         files = find_adapter(path)
-        found = _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
-        return replace(found, setting=setting)
+        start = _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
+        return replace(start, setting=setting)
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{setting}: {path} cannot be read: {error}; give a complete one") from error
     except ValueError as error:
@@ -108,8 +108,8 @@ def _of_checkpoint(path: Path) -> WarmStart:
     alpha = state.get("lora_alpha")
 
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
-        own = {f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}
-        read_verified(own, path, state, ranks)
+        tensors = {f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}
+        read_verified(tensors, path, state, ranks)
 
     return WarmStart(path, shapes, frozenset() if alpha is None else frozenset([alpha]), (), fill)
 
@@ -124,13 +124,13 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
             raise ValueError(f"{path} has no {file.name} for the model's {component}: give an adapter of both experts")
         opened: Any = safe_open(str(file), framework="pt")
         keys: list[str] = opened.keys()
-        own = {_published(key, component, files, file): opened.get_slice(key) for key in keys}
+        component_slices = {_published(key, component, files, file): opened.get_slice(key) for key in keys}
         config = _config(opened, files, file, component)
-        if not any(".lora_A." in name for name in own):
+        if not any(".lora_A." in name for name in component_slices):
             raise ValueError(f"{file} holds no factors of LoRA: give an adapter")
-        alphas.add(_alpha(config, file, own))
+        alphas.add(_alpha(config, file, component_slices))
         targets = targets or _targets(config)
-        slices |= own
+        slices |= component_slices
 
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
         for name, parameter in trained.items():

@@ -81,9 +81,9 @@ class ShardedAdamW:
 
     def _apply(self, grads: Mapping[str, Tensor], lr: float) -> None:
         for component in dict.fromkeys(map(_component, grads)):
-            own = {name: grad for name, grad in grads.items() if _component(name) == component}
-            shards = {name: local(self._trained[name]) for name in own}
-            for pieces in self._moments.pieces(shards, own):
+            of_component = {name: grad for name, grad in grads.items() if _component(name) == component}
+            shards = {name: local(self._trained[name]) for name in of_component}
+            for pieces in self._moments.pieces(shards, of_component):
                 self._update(pieces, self._num_steps[component], lr)
                 self._ranks.beats.beat()
             self._num_steps[component] += 1

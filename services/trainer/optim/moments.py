@@ -82,12 +82,12 @@ class HostMoments:
         width = max(host.shape[1] for host in self._host)
         slots = [_Slot(width, self._device) for _ in range(_SLOTS)]
         used = [number for number, bucket in enumerate(self._buckets) if any(name in grads for name in bucket)]
-        for place, number in enumerate(used):
-            if place == 0:
+        for position, number in enumerate(used):
+            if position == 0:
                 slots[0].fetch(self._host[number])
-            if place + 1 < len(used):
-                slots[(place + 1) % _SLOTS].fetch(self._host[used[place + 1]])
-            slot = slots[place % _SLOTS]
+            if position + 1 < len(used):
+                slots[(position + 1) % _SLOTS].fetch(self._host[used[position + 1]])
+            slot = slots[position % _SLOTS]
             first, second = slot.begin()
             yield [
                 Piece(shards[name], grads[name], exp_avg, second_views[name])
@@ -179,11 +179,11 @@ class QuantizedMoments:
                 second.encode(rows, piece.exp_avg_sq)
 
     def tensors(self) -> dict[str, Tensor]:
-        found = self._plain.tensors()
+        tensors = self._plain.tensors()
         for moment, stored in (("exp_avg", self._first), ("exp_avg_sq", self._second)):
-            found |= {f"{moment}_codes.{name}": rows.codes for name, rows in stored.items()}
-            found |= {f"{moment}_scales.{name}": rows.scales for name, rows in stored.items()}
-        return found
+            tensors |= {f"{moment}_codes.{name}": rows.codes for name, rows in stored.items()}
+            tensors |= {f"{moment}_scales.{name}": rows.scales for name, rows in stored.items()}
+        return tensors
 
 
 def _named(**kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -82,15 +82,15 @@ class ReplicatedAdapter:
         """The flat sums, at zero; made at the first backward."""
         if self._sums is None:
             self._sums, self._places = self._flat(torch.float32)
-            self._grads = {name: replicate(place, self._ranks) for name, place in self._places.items()}
+            self._grads = {name: replicate(part, self._ranks) for name, part in self._places.items()}
         return self._sums.zero_()
 
     def _flat(self, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         """Zeros, and each parameter's place in them."""
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self._parameters.values()]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._ranks.device)
-        places = zip(self._parameters.items(), torch.split(flat, sizes), strict=True)
-        return flat, {name: place[: p.numel()].view_as(p) for (name, p), place in places}
+        parts = zip(self._parameters.items(), torch.split(flat, sizes), strict=True)
+        return flat, {name: part[: p.numel()].view_as(p) for (name, p), part in parts}
 
 
 def _add(sums: list[Tensor], grads: list[Tensor]) -> None:
@@ -106,10 +106,10 @@ def _add(sums: list[Tensor], grads: list[Tensor]) -> None:
 def _chunks(tensors: list[Tensor]) -> Iterator[slice]:
     """Slices of at most `CHUNK` elements, or of one tensor."""
     start, size = 0, 0
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if size and size + tensor.numel() > CHUNK:
-            yield slice(start, place)
-            start, size = place, 0
+            yield slice(start, index)
+            start, size = index, 0
         size += tensor.numel()
     if size:
         yield slice(start, len(tensors))

@@ -110,18 +110,18 @@ def exchanged(trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> It
             kept[name] = _exchange(local(parameter), others[name])
         yield
     finally:
-        for name, own in kept.items():
-            if own is None:
+        for name, saved in kept.items():
+            if saved is None:
                 _exchange(local(trained[name]), others[name])
             else:
-                local(trained[name]).copy_(own)
+                local(trained[name]).copy_(saved)
 
 
 def _exchange(shard: Tensor, other: Tensor) -> Tensor | None:
     """Gives a shard the values of `other`. Returns what it held, or None if `other` holds that now."""
-    own = shard.clone()
+    saved = shard.clone()
     shard.copy_(other)
     if shard.dtype != other.dtype:
-        return own
-    other.copy_(own)
+        return saved
+    other.copy_(saved)
     return None

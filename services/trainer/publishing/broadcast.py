@@ -213,8 +213,8 @@ class Broadcaster:
 def common_backend(device: torch.device, replicas: Iterable[rollout_pb2.RolloutStatus]) -> str:
     """The backend of trainer rank 0's `device`, if every replica has an accelerator of that kind to itself; else
     "gloo", by way of host memory: NCCL refuses a group in which two members share a GPU."""
-    own = devices.identity(device)
-    kinds, ids = [device.type], [own]
+    device_id = devices.identity(device)
+    kinds, ids = [device.type], [device_id]
     for status in replicas:
         kinds.append(status.device.partition(":")[0])
         ids.append(status.device_id)

@@ -48,33 +48,33 @@ class Publisher:
         deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
         clients = [ReplicaClient(replica, deadline, attempt) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
-        own, found = _own(job, [client for client in clients if client.replica_id not in failed])
-        by_blob = job.engine.is_lora and self._broadcaster.backend(found) == "gloo"
+        ours, others = _own(job, [client for client in clients if client.replica_id not in failed])
+        by_blob = job.engine.is_lora and self._broadcaster.backend(others) == "gloo"
         shared: Published | None = None
         published: Published | None = None
         try:
             async with self._runner.turn():
                 _check_version(job, request)
-                if own:
+                if ours:
                     shared = await self._runner.call(Command(Kind.SHARE_ADAPTER, request))
-                if own and not found:
+                if ours and not others:
                     by_blob = False
                 elif by_blob:
                     published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
                 else:  # No other command in between: the weights must stay the version's
-                    published = await self._broadcaster.publish(job, request, found, failed)
-                    if job.engine.is_lora and found and all(client.replica_id in failed for client in found):
+                    published = await self._broadcaster.publish(job, request, others, failed)
+                    if job.engine.is_lora and others and all(client.replica_id in failed for client in others):
                         log.warning(
                             "no replica got the adapter by broadcast; sending a blob",
                             extra={"job": job.job_id},
                         )
-                        by_blob, found = True, await _answering(found, failed)
+                        by_blob, others = True, await _answering(others, failed)
                         published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
-                if own:  # Inside the turn: what is shared must stay the version's until they have it
-                    failed |= await self._give_adapter(job, own, shared, shared=rollout_pb2.Shared())
+                if ours:  # Inside the turn: what is shared must stay the version's until they have it
+                    failed |= await self._give_adapter(job, ours, shared, shared=rollout_pb2.Shared())
             if by_blob:
                 assert published is not None, "rank 0 has it"
-                failed |= await self._give_adapter(job, found, published, adapter=published.adapter)
+                failed |= await self._give_adapter(job, others, published, adapter=published.adapter)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
         return _response(request, job, published or shared, failed, clients, time.monotonic() - start)

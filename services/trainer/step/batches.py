@@ -134,8 +134,8 @@ def _redealt(
         pool = list(chain(*units))
         random.Random(derive_seed(spec.seed, "passes", *path, rank)).shuffle(pool)
         after = []
-        for batches, own in zip(before, units, strict=True):
-            share, pool = sorted(pool[: len(own)], key=lambda unit: keys[unit[0]]), pool[len(own) :]
+        for batches, update_units in zip(before, units, strict=True):
+            share, pool = sorted(pool[: len(update_units)], key=lambda unit: keys[unit[0]]), pool[len(update_units) :]
             parts = share if keeps_batches else [tuple(chain(*part)) for part in split(share, len(batches)) if part]
             after.append(_padded([MicroBatch(part) for part in parts], len(batches), batches[0].rows))
         by_rank.append(after)

@@ -141,8 +141,8 @@ class StepReader:
         self._samples, self._records, self._embeds = (), {}, {}
 
     def _place(self, item: TrainSample) -> tuple[int, int]:
-        loss, own = self._spec.loss, item.sample.id
-        return own.group, item.pair if loss.needs_pairs else 0 if loss.shares_noise else own.index
+        loss, sample_id = self._spec.loss, item.sample.id
+        return sample_id.group, item.pair if loss.needs_pairs else 0 if loss.shares_noise else sample_id.index
 
     def _negative(self, items: Sequence[TrainSample]) -> PromptEmbeds | None:
         """Returns a single row where all samples share the negative prompt, so that it does not depend on the batch."""

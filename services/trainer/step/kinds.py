@@ -77,8 +77,8 @@ class StepsKind(FlowKind):
     def problem(self, sample: Sample, first: Sample, spec: JobSpec) -> str | None:
         """Rejects also samples whose noisy steps differ from the first's."""
         steps, num_steps = list(sample.sde_steps), spec.rollout.num_inference_steps
-        if found := super().problem(sample, first, spec):
-            return found
+        if problem := super().problem(sample, first, spec):
+            return problem
         if not steps or steps != list(first.sde_steps):
             return f"noise entered at steps {steps}, at {list(first.sde_steps)} in the first: all must share them"
         return None if steps[-1] < num_steps else f"noise entered at steps {steps} of {num_steps}"

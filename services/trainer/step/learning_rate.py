@@ -18,10 +18,10 @@ def learning_rate(spec: JobSpec, step: int, number: int) -> float:
     `get_scheduler`; then it falls to `final_lr`, which it would reach one update after the job's last one.
     """
     part, each = spec.trainer.optimizer, spec.most_updates_per_step
-    place, warmup, total = step * each + number, part.warmup_updates, spec.schedule.steps * each
-    if place < warmup:
-        return part.lr * place / warmup
-    progress = (place - warmup) / max(1, total - warmup)
+    update_index, warmup, total = step * each + number, part.warmup_updates, spec.schedule.steps * each
+    if update_index < warmup:
+        return part.lr * update_index / warmup
+    progress = (update_index - warmup) / max(1, total - warmup)
     if part.lr_schedule == "constant":
         return part.lr
     left = 1 - progress if part.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

@@ -54,9 +54,9 @@ class Mfu:
         inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
         mine = torch.tensor([backwards, inferred], dtype=torch.float64)
         updated, looked = self._ranks.sum(mine).tolist()
-        found = {"perf/mfu/actor": updated / (seconds["update_actor"] * self._capacity)}
+        metrics = {"perf/mfu/actor": updated / (seconds["update_actor"] * self._capacity)}
         spent = sum(seconds.get(name, 0.0) for name in INFERRED)
-        return found | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else found
+        return metrics | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else metrics
 
     def _passes(self, num_updates: int) -> list[int]:
         """Forwards without gradient of a row, by update; losses without a ratio make theirs elsewhere."""
@@ -85,9 +85,9 @@ def _of_rows(batches: Sequence[Batch], flops: Callable[..., float]) -> float:
 
 def _of_sequences(batches: Sequence[Batch], flops: Callable[..., float]) -> float:
     """Forwards of this rank's sequences."""
-    own = [batch for batch in cast(Sequence[SequenceBatch], batches) if not batch.is_padding]
-    sequences = [one for batch in own for one in batch.sequences]
-    return flops([one.num_inputs for one in sequences], [len(one.token_ids) for one in sequences])
+    trained = [batch for batch in cast(Sequence[SequenceBatch], batches) if not batch.is_padding]
+    sequences = [sequence for batch in trained for sequence in batch.sequences]
+    return flops([sequence.num_inputs for sequence in sequences], [len(sequence.token_ids) for sequence in sequences])
 
 
 def _counted(spec: JobSpec, adapter: Any) -> ModelFlops | SequenceFlops | None:

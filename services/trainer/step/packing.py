@@ -50,20 +50,20 @@ def pack(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tuple[in
     packs: list[list[int]] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda row: (-sizes[row], row)):
-        place = next((place for place, left in enumerate(room) if sizes[row] <= left), len(packs))
-        if place == len(packs):
+        number = next((number for number, left in enumerate(room) if sizes[row] <= left), len(packs))
+        if number == len(packs):
             packs.append([])
             room.append(limit)
-        packs[place].append(row)
-        room[place] -= sizes[row]
-    return [tuple(sorted(one)) for one in packs]
+        packs[number].append(row)
+        room[number] -= sizes[row]
+    return [tuple(sorted(pack_rows)) for pack_rows in packs]
 
 
 def _dealt(rows: Sequence[int], sizes: Sequence[int], world_size: int) -> list[list[int]]:
     """Shares of the ranks, alike in number and about alike in tokens: dealt by size, there and back."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
-    for place, row in enumerate(sorted(rows, key=lambda row: (-sizes[row], row))):
-        turn, rank = divmod(place, world_size)
+    for order, row in enumerate(sorted(rows, key=lambda row: (-sizes[row], row))):
+        turn, rank = divmod(order, world_size)
         shares[rank if turn % 2 == 0 else world_size - 1 - rank].append(row)
     return shares
 
@@ -73,9 +73,9 @@ def _redealt(updates: Sequence[Sequence[int]], spec: JobSpec, path: tuple[int, .
     pool = list(chain(*updates))
     random.Random(derive_seed(spec.seed, "passes", *path)).shuffle(pool)
     dealt = []
-    for own in updates:
-        dealt.append(pool[: len(own)])
-        pool = pool[len(own) :]
+    for update in updates:
+        dealt.append(pool[: len(update)])
+        pool = pool[len(update) :]
     return dealt
 
 
@@ -86,6 +86,6 @@ def _update(rows_of_ranks: Sequence[Sequence[int]], sizes: Sequence[int], limit:
     spare = min(chain(*rows_of_ranks), key=lambda row: (sizes[row], row))
     most = max(map(len, packs))
     padded = tuple(
-        (*map(MicroBatch, own), *[MicroBatch((spare,), is_padding=True)] * (most - len(own))) for own in packs
+        (*map(MicroBatch, share), *[MicroBatch((spare,), is_padding=True)] * (most - len(share))) for share in packs
     )
     return Update(sum(map(len, rows_of_ranks)), padded)

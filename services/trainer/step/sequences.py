@@ -48,7 +48,7 @@ class SequenceBatch(Batch):
 
     def means(self, values: Tensor) -> Tensor:
         """(B,) float64: means of (N,) values over each sequence."""
-        return torch.stack([own.double().mean() for own in self.split(values)])
+        return torch.stack([row_values.double().mean() for row_values in self.split(values)])
 
 
 class SequenceReader:
@@ -80,19 +80,19 @@ class SequenceReader:
         device = self._adapter.device
         items = [self._samples[row] for row in micro.rows]
         written = [self._written[row] for row in micro.rows]
-        lengths = tuple(int(one.mask.sum()) for one in written)
+        lengths = tuple(int(trajectory.mask.sum()) for trajectory in written)
         sequences = tuple(
-            Tokens(self._prompts[item.sample.prompt_embeds.sha256], one.token_ids, one.routed_experts)
-            for item, one in zip(items, written, strict=True)
+            Tokens(self._prompts[item.sample.prompt_embeds.sha256], trajectory.token_ids, trajectory.routed_experts)
+            for item, trajectory in zip(items, written, strict=True)
         )
         return SequenceBatch(
             rows=micro.rows,
             is_padding=micro.is_padding,
             advantages=torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
             sequences=sequences,
-            mask=torch.cat([one.mask for one in written]).to(device),
+            mask=torch.cat([trajectory.mask for trajectory in written]).to(device),
             owners=torch.repeat_interleave(torch.arange(len(items)), torch.tensor(lengths)).to(device),
-            rollout_tokens=torch.cat([one.log_probs[one.mask] for one in written]).to(device),
+            rollout_tokens=torch.cat([trajectory.log_probs[trajectory.mask] for trajectory in written]).to(device),
             lengths=lengths,
         )
 

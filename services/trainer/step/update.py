@@ -70,9 +70,9 @@ class StepTrainer:
         scale = self._engine.loss_scale.before(num_rows)
         weight = 1 / num_rows
         forwards = self._objective.forwards(number)
-        last = {forward.component: place for place, forward in enumerate(forwards)}
-        for place, forward in enumerate(forwards):
-            with self._engine.backward(forward.component, is_last=place == last[forward.component]):
+        last = {forward.component: index for index, forward in enumerate(forwards)}
+        for index, forward in enumerate(forwards):
+            with self._engine.backward(forward.component, is_last=index == last[forward.component]):
                 losses = forward.losses()
                 loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
                 torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # the ranks' mean is taken

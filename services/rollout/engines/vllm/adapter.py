@@ -68,8 +68,8 @@ class LiveAdapter:
         slot = self._manager.lora_index_to_id.index(REQUEST.lora_int_id)
         rows, columns = published.shape
         if name.endswith(_A):
-            found: Tensor = layer.lora_a_stacked[part][slot, 0, :rows, :columns]
-            return found
+            rows_of_a: Tensor = layer.lora_a_stacked[part][slot, 0, :rows, :columns]
+            return rows_of_a
         scaled: Tensor = layer.lora_b_stacked[part][slot, 0, :rows, :columns]
         scale = self._spec.alpha / self._spec.rank
         return published if torch.equal(scaled, published * scale) else scaled / scale

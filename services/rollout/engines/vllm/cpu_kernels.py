@@ -79,10 +79,10 @@ def attend(
         blocks = block_table[number, : -(-length // key_cache.shape[2])].long()
         keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (key_cache, value_cache))
         mask = torch.ones(count, length, dtype=torch.bool).tril(length - count) if causal else None
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query[rows].transpose(0, 1)[None], keys[None], values[None], mask, scale=scale, enable_gqa=True
         )
-        output[rows] = found[0].transpose(0, 1).reshape(output[rows].shape)
+        output[rows] = attended[0].transpose(0, 1).reshape(output[rows].shape)
 
 
 def write_cache(
@@ -100,8 +100,8 @@ def map_slots(starts: Tensor, positions: Tensor, block_table: Tensor, slot_mappi
     """Where in the cache each token of the batch belongs."""
     count = int(starts[-1])
     rows = torch.repeat_interleave(torch.arange(len(starts) - 1), (starts[1:] - starts[:-1]).long())
-    own = positions[:count]
-    slot_mapping[:count] = block_table[rows, own // block_size].long() * block_size + own % block_size
+    valid = positions[:count]
+    slot_mapping[:count] = block_table[rows, valid // block_size].long() * block_size + valid % block_size
     slot_mapping[count:] = -1
 
 
@@ -125,8 +125,8 @@ def compute_experts(
     for number in sorted(set(experts.flatten().tolist())):
         rows, places = torch.where(experts == number)
         gate, up = F.linear(hidden[rows], w13[number]).chunk(2, dim=-1)
-        found = F.linear(F.silu(gate) * up, w2[number])
-        total.index_add_(0, rows, (found * weights[rows, places, None]).to(total.dtype))
+        expert_output = F.linear(F.silu(gate) * up, w2[number])
+        total.index_add_(0, rows, (expert_output * weights[rows, places, None]).to(total.dtype))
     output.copy_(total)
 
 

@@ -190,9 +190,9 @@ class VllmEngine(RolloutEngine):
         request, running = asked.running.request, asked.running
         for group in request.groups:
             prompt = self._prompt(running.prompts[group.group])
-            for place, seed in enumerate(group.seeds):
+            for position, seed in enumerate(group.seeds):
                 name = uuid.uuid4().hex
-                running.waiting[name] = (group.group, place)
+                running.waiting[name] = (group.group, position)
                 self._llm.add_request(
                     name,
                     prompt,
@@ -211,38 +211,38 @@ class VllmEngine(RolloutEngine):
 
     def _turn(self) -> list[Outcome]:
         """Makes steps until something comes out, or for `_TURN_S`."""
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         deadline = time.monotonic() + _TURN_S
-        while not found and self._asked:
+        while not outcomes and self._asked:
             self.pulse.beat()
             try:
-                for asked in [one for one in self._asked if one.running.cancelled()]:
+                for asked in [call for call in self._asked if call.running.cancelled()]:
                     self._abandon(asked)
-                    found.append((asked, Cancelled()))
-                found += self._step()
+                    outcomes.append((asked, Cancelled()))
+                outcomes += self._step()
             except Exception as error:
                 self._is_broken = True
-                found += [(asked, error) for asked in self._asked]
+                outcomes += [(asked, error) for asked in self._asked]
                 self._asked.clear()
             if time.monotonic() > deadline:
                 break
-        return found
+        return outcomes
 
     def _step(self) -> list[Outcome]:
         assert self._adapter is not None, "there are requests"
         began = time.perf_counter()
         for output in self._llm.step():
-            asked = next((one for one in self._asked if output.request_id in one.running.waiting), None)
+            asked = next((call for call in self._asked if output.request_id in call.running.waiting), None)
             if output.finished and asked is not None:
                 asked.running.take(output.request_id, output)
         seconds, live = time.perf_counter() - began, sum(len(asked.running.waiting) for asked in self._asked)
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for asked in list(self._asked):
             asked.running.seconds += seconds * len(asked.running.waiting) / max(live, 1)
-            found += [(asked, batch) for batch in asked.running.complete(self._adapter)]
+            outcomes += [(asked, batch) for batch in asked.running.complete(self._adapter)]
             if not asked.running.waiting:
                 self._asked.remove(asked)
-        return found
+        return outcomes
 
     def _abandon(self, asked: _Asked) -> None:
         """Ends what is left of a request."""
@@ -370,6 +370,6 @@ def _shapes(adapter: SequenceAdapter, lora: LoraSpec | None) -> dict[str, Tensor
     """The adapter's tensors, empty, by published name. Raises ValueError for a target that the model does not have."""
     if lora is None:
         return {}
-    found: dict[str, Tensor] = dict(adapters.inject_lora(adapter.experts, lora))
+    tensors: dict[str, Tensor] = dict(adapters.inject_lora(adapter.experts, lora))
     adapters.remove_lora(adapter.experts)
-    return found
+    return tensors

@@ -30,20 +30,20 @@ def live_parameters(model: nn.Module, expected: Mapping[str, Tensor], renames: M
     Raises ValueError where names, shapes or dtypes are not those of `expected`, such as for a model that vLLM packed
     for a kernel.
     """
-    found = {f"{MODEL}.{transformers_name(name, renames)}": value for name, value in _named(model)}
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    live = {f"{MODEL}.{transformers_name(name, renames)}": value for name, value in _named(model)}
+    missing, extra = sorted(expected.keys() - live.keys()), sorted(live.keys() - expected.keys())
     if missing or extra:
         raise ValueError(
             f"vLLM's model has other parameters than transformers': missing {missing[:3]}, unexpected {extra[:3]}; "
             "start rollouts with --engine transformers"
         )
     for name, value in expected.items():
-        if found[name].shape != value.shape or found[name].dtype != value.dtype:
+        if live[name].shape != value.shape or live[name].dtype != value.dtype:
             raise ValueError(
-                f"vLLM holds {name} as {weights.dtype_name(found[name].dtype)} {[*found[name].shape]}, transformers as "
+                f"vLLM holds {name} as {weights.dtype_name(live[name].dtype)} {[*live[name].shape]}, transformers as "
                 f"{weights.dtype_name(value.dtype)} {[*value.shape]}: start rollouts with --engine transformers"
             )
-    return {name: found[name] for name in expected}
+    return {name: live[name] for name in expected}
 
 
 def transformers_name(name: str, renames: Mapping[str, str]) -> str:

@@ -41,29 +41,29 @@ class Running:
 
     def take(self, name: str, output: Any) -> None:
         """Keeps the output of a sequence that has ended."""
-        group, place = self.waiting.pop(name)
-        self.ended.setdefault(group, {})[place] = output
+        group, position = self.waiting.pop(name)
+        self.ended.setdefault(group, {})[position] = output
 
     def complete(self, adapter: SequenceAdapter) -> list[GeneratedBatch]:
         """The groups that can come out now."""
-        found = []
+        batches = []
         for group in self.request.groups:
             if group.group in self.ended and len(self.ended[group.group]) == len(group.indices):
                 if any(number < group.group for number, _ in self.waiting.values()):
                     break
                 outputs = self.ended.pop(group.group)
-                found.append(self._batch(adapter, group, [outputs[place] for place in range(len(group.indices))]))
-        return found
+                batches.append(self._batch(adapter, group, [outputs[i] for i in range(len(group.indices))]))
+        return batches
 
     def _batch(self, adapter: SequenceAdapter, group: PromptGroup, outputs: Sequence[Any]) -> GeneratedBatch:
         prompt, (seconds, self.seconds) = self.prompts[group.group], (self.seconds, 0.0)
         samples = tuple(
-            self._sample(adapter, group, place, output.outputs[0], output) for place, output in enumerate(outputs)
+            self._sample(adapter, group, position, output.outputs[0], output) for position, output in enumerate(outputs)
         )
         return GeneratedBatch(samples, {group.group: prompt}, {}, {"decode": seconds}, {"encoder": 1})
 
     def _sample(
-        self, adapter: SequenceAdapter, group: PromptGroup, place: int, written: Any, output: Any
+        self, adapter: SequenceAdapter, group: PromptGroup, position: int, written: Any, output: Any
     ) -> GeneratedSample:
         settings = settings_of(self.request)
         token_ids = torch.tensor(list(written.token_ids), dtype=torch.int64)
@@ -79,8 +79,8 @@ class Running:
             )
         return GeneratedSample(
             group=group.group,
-            index=group.indices[place],
-            seed=group.seeds[place],
+            index=group.indices[position],
+            seed=group.seeds[position],
             record=record,
             text=adapter.text(token_ids),
             prompt_tokens=len(self.prompts[group.group].token_ids),
@@ -131,7 +131,7 @@ def parameters(request: GenerationRequest, adapter: SequenceAdapter, seed: int) 
 
 def _log_probs(written: Any) -> Tensor:
     pairs = zip(written.logprobs, written.token_ids, strict=True)
-    return torch.tensor([found[token].logprob for found, token in pairs], dtype=torch.float32)
+    return torch.tensor([log_probs[token].logprob for log_probs, token in pairs], dtype=torch.float32)
 
 
 def _experts(adapter: SequenceAdapter, written: Any) -> Tensor | None:

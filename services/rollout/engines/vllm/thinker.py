@@ -142,14 +142,14 @@ def _places(token_ids: Tensor, token: int, counts: Sequence[int]) -> list[Placeh
     vLLM numbers positions from that token on. Its own processor gives the next one, so that positions of pictures and
     films are one off from transformers'.
     """
-    places = torch.where(token_ids == token)[0].tolist()
-    found, start = [], 0
+    offsets = torch.where(token_ids == token)[0].tolist()
+    ranges, start = [], 0
     for count in counts:
         is_embed = torch.ones(count + 2, dtype=torch.bool)
         is_embed[0] = is_embed[-1] = False
-        found.append(PlaceholderRange(offset=places[start] - 1, length=count + 2, is_embed=is_embed))
+        ranges.append(PlaceholderRange(offset=offsets[start] - 1, length=count + 2, is_embed=is_embed))
         start += count
-    return found
+    return ranges
 
 
 def _hash(data: Mapping[str, Any]) -> str:

@@ -70,8 +70,8 @@ class LiveAdapter:
         for name in self.published:
             module = self._vllm_name(name).rpartition(".lora_")[0]
             parent, _, part = module.rpartition(".")
-            places = [module, *(f"{parent}.{fused}" for fused, parts in packed.items() if part in parts)]
-            if not any(isinstance(self._module(place), LinearBase) for place in places):
+            paths = [module, *(f"{parent}.{fused}" for fused, parts in packed.items() if part in parts)]
+            if not any(isinstance(self._module(path), LinearBase) for path in paths):
                 raise ValueError(
                     f"trainer.lora.target_modules: the vllm-omni engine cannot adapt {name.rpartition('.lora_')[0]}, "
                     "which is none of vLLM's linears: leave it out, or start rollouts with --engine diffusers"
@@ -85,11 +85,11 @@ class LiveAdapter:
             return None
 
     def _live(self, name: str, published: Tensor) -> Tensor:
-        layer, place = self._slot(name)
+        layer, part = self._slot(name)
         rows, columns = published.shape
         if ".lora_A." in name:
-            return layer.lora_a_stacked[place][0, 0, :rows, :columns]  # type: ignore[no-any-return]
-        scaled = layer.lora_b_stacked[place][0, 0, :rows, :columns]
+            return layer.lora_a_stacked[part][0, 0, :rows, :columns]  # type: ignore[no-any-return]
+        scaled = layer.lora_b_stacked[part][0, 0, :rows, :columns]
         scale = self._spec.alpha / self._spec.rank
         return published if torch.equal(scaled, published * scale) else scaled / scale
 

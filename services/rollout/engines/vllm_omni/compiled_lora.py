@@ -36,8 +36,8 @@ def merge(layers: Iterable[nn.Module]) -> None:
     """Rounds the adapters as they are into the copies of the weights; no effect on other layers."""
     for layer in layers:
         if isinstance(layer, MergedLoRA):
-            found: Any = layer
-            adapted.fill_merged(layer, found.base_layer, ((start, a, b) for a, b, start in _parts(layer)), 1.0)
+            adapted_layer: Any = layer
+            adapted.fill_merged(layer, adapted_layer.base_layer, ((start, a, b) for a, b, start in _parts(layer)), 1.0)
 
 
 class CompilableLoRA:

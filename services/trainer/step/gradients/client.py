@@ -110,15 +110,15 @@ class GradientClient:
                 return known
             stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channel(address))
             try:
-                found = await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+                described = await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
             except grpc.aio.AioRpcError as error:
                 failure = _failure(reward, address, error, None)
                 continue
-            problem = failures.newer_contract(reward.name, reward.service, found, "trainer")
-            if problem := problem or failures.without_gradient(reward.name, reward.service, found):
+            problem = failures.newer_contract(reward.name, reward.service, described, "trainer")
+            if problem := problem or failures.without_gradient(reward.name, reward.service, described):
                 raise RewardRefused(problem, reward.name)
-            self._described[address] = found, time.monotonic()
-            return found
+            self._described[address] = described, time.monotonic()
+            return described
         assert failure is not None
         raise failure
 

@@ -81,25 +81,25 @@ class RewardGradients:
         """
         names = [self._name(row, k) for row in rows]
         known = [self._store.get(name) for name in names]
-        new = [place for place, found in enumerate(known) if found is None]
+        new = [index for index, row in enumerate(known) if row is None]
         if new:
             parts = [part for part in _together(len(rows), self._spec.rollout.size) if not set(part).isdisjoint(new)]
             with torch.no_grad():
                 decoded = [self._decoded(image[part.start : part.stop]).cpu() for part in parts]
             pixels = dict(zip(chain.from_iterable(parts), chain.from_iterable(decoded), strict=True))
-            asked = torch.stack([pixels[place] for place in new])
+            asked = torch.stack([pixels[index] for index in new])
             with self._ranks.beats.phase(Phase.OUTSIDE):
-                found = self._asked([rows[place] for place in new], asked, [_at(wish, new) for wish in wishes])
-            answers = dict(zip(new, found, strict=True))
+                sums = self._asked([rows[index] for index in new], asked, [_at(wish, new) for wish in wishes])
+            answers = dict(zip(new, sums, strict=True))
             for part in parts:
                 targets = torch.zeros(len(part), *asked.shape[1:])
                 for target, answer in zip(targets, map(answers.get, part), strict=True):
                     if answer is not None:
                         target.copy_(torch.from_numpy(answer[0]))
                 gradients = self._by_latents(image[part.start : part.stop], targets)
-                for place, gradient in zip(part, gradients, strict=True):
-                    if place in answers:
-                        known[place] = self._row(names[place], gradient, answers[place])
+                for index, gradient in zip(part, gradients, strict=True):
+                    if index in answers:
+                        known[index] = self._row(names[index], gradient, answers[index])
                 self._ranks.beats.beat()
         kept = [row for row in known if row is not None]
         missing = torch.tensor([float(row.is_missing) for row in kept])
@@ -154,25 +154,25 @@ class RewardGradients:
     def _asked(self, rows: Sequence[int], pixels: Tensor, wishes: Sequence[Wish]) -> list[tuple[Pixels, float] | None]:
         """Asks the rewards. For each row the gradient (3, H, W) of its wishes' weighted sum, and that sum; None where a
         reward has an error for it."""
-        sums: list[tuple[Pixels, float] | None] = [(torch.zeros_like(one).numpy(), 0.0) for one in pixels]
+        sums: list[tuple[Pixels, float] | None] = [(torch.zeros_like(picture).numpy(), 0.0) for picture in pixels]
         for reward in self._request.gradient_rewards:
             weights = [self._prompt(row).weights.get(reward.name, 0.0) for row in rows]
             for wish in wishes:
-                wanted = [place for place, weight in enumerate(weights) if weight and sums[place] is not None]
-                inputs = [self._input(rows[place], place, pixels[place], wish.words) for place in wanted]
+                wanted = [index for index, weight in enumerate(weights) if weight and sums[index] is not None]
+                inputs = [self._input(rows[index], index, pixels[index], wish.words) for index in wanted]
                 answers = self._client.ask(reward, inputs) if inputs else {}
-                for place in wanted:
-                    answer = answers.get(str(place), "it is missing in the answer")
+                for index in wanted:
+                    answer = answers.get(str(index), "it is missing in the answer")
                     if isinstance(answer, str):
-                        sums[place] = None
+                        sums[index] = None
                         self._why = f"{at(reward.name, reward.service)}: {answer}", reward.name
                         continue
-                    sums[place] = _added(sums[place], answer, wish, weights[place] * float(wish.factors[place]))
+                    sums[index] = _added(sums[index], answer, wish, weights[index] * float(wish.factors[index]))
         return sums
 
-    def _input(self, row: int, place: int, pixels: Tensor, words: str) -> PixelInput:
+    def _input(self, row: int, number: int, pixels: Tensor, words: str) -> PixelInput:
         prompt = self._prompt(row)
-        return PixelInput(pixels.numpy(), with_words(words, prompt.text), dict(prompt.metadata), str(place))
+        return PixelInput(pixels.numpy(), with_words(words, prompt.text), dict(prompt.metadata), str(number))
 
     def _prompt(self, row: int) -> GroupPrompt:
         return self._prompts[self._request.samples[row].sample.id.group]

@@ -55,14 +55,14 @@ class GradientStore:
         except (OSError, SafetensorError, KeyError):
             return None
 
-    def put(self, row: str, found: RowGradient) -> None:
+    def put(self, row: str, row_gradient: RowGradient) -> None:
         """Raises Full where the disk has no room, Unavailable where it cannot be written."""
         path = self._path(row)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         tensors = {
-            "gradient": found.gradient.contiguous(),
-            "reward": torch.tensor(found.reward, dtype=torch.float64),
-            "is_missing": torch.tensor(found.is_missing),
+            "gradient": row_gradient.gradient.contiguous(),
+            "reward": torch.tensor(row_gradient.reward, dtype=torch.float64),
+            "is_missing": torch.tensor(row_gradient.is_missing),
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,10 +71,10 @@ class GradientStore:
         except OSError as error:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
-            place = f"the gradients of the step's rewards in {path.parent}"
+            subject = f"the gradients of the step's rewards in {path.parent}"
             if error.errno in (ENOSPC, EDQUOT):
-                raise Full(f"there is no room for {place} ({error.strerror}): free some of that disk") from error
-            raise Unavailable(f"cannot keep {place} ({error}): repair that disk, or its permissions") from error
+                raise Full(f"there is no room for {subject} ({error.strerror}): free some of that disk") from error
+            raise Unavailable(f"cannot keep {subject} ({error}): repair that disk, or its permissions") from error
 
     def _path(self, row: str) -> Path:
         return self.directory / GRADIENTS / f"step-{self.step}-{self.lineage}" / f"{row}.safetensors"

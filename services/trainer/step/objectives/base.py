@@ -43,10 +43,10 @@ def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch
     """(B, *latent) float32 of the active policy, guided as the rollout's: it is the guided model that samples."""
     rollout = engine.spec.rollout
     engine.ranks.beats.beat()
-    found: Tensor = engine.adapter.velocity(
+    predicted: Tensor = engine.adapter.velocity(
         latents, timestep, batch.prompts, size=rollout.size, guidance=rollout.guidance, negative=batch.negative
     )
-    return found
+    return predicted
 
 
 def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepResult:

@@ -71,8 +71,8 @@ class DistillationObjective:
             for batch in batches:
                 steps = [stored_step(self._engine, batch, k, step) for k, step in enumerate(self._steps)]
                 means = torch.stack([step.mean for step in steps])
-                own = zip(batch.rows, batch.teachers, means.unbind(1), strict=True)
-                self._means |= {row: mean for row, name, mean in own if name == teacher}
+                rows = zip(batch.rows, batch.teachers, means.unbind(1), strict=True)
+                self._means |= {row: mean for row, name, mean in rows if name == teacher}
         devices.synchronize(self._engine.ranks.device)
 
     def _losses(self, batch: StepsBatch, k: int) -> Tensor:

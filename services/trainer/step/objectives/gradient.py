@@ -95,11 +95,11 @@ class GradientObjective:
         """Collective."""
         output = self._predicted(item.batch, self._start(item.batch, k))[0]
         image = output.image
-        found = BatchGradient(torch.zeros_like(image), *(image.new_zeros(len(image)) for _ in range(2)))
+        gradient = BatchGradient(torch.zeros_like(image), *(image.new_zeros(len(image)) for _ in range(2)))
         with self._engine.ranks.together():
             if not item.batch.is_padding:
-                found = self._rewards.of(item.batch.rows, k, image, output.wishes)
-        return found
+                gradient = self._rewards.of(item.batch.rows, k, image, output.wishes)
+        return gradient
 
     def _losses(self, item: _Item, k: int) -> Tensor:
         """(B,) with gradient."""

@@ -127,9 +127,9 @@ class PolicyObjective:
             weighed.append(weigh(part, old, rollout, num_elements=self._num_elements, bypass=False))
         mean = 1.0
         if part.normalize == "batch":
-            own = [item.weights for batch, item in zip(batches, weighed, strict=True) if not batch.is_padding]
+            counted = [item.weights for batch, item in zip(batches, weighed, strict=True) if not batch.is_padding]
             mine = torch.zeros(2, dtype=torch.float64)  # sum and number
-            for weights in own:
+            for weights in counted:
                 assert weights is not None
                 mine += torch.tensor([weights.sum().item(), weights.numel()], dtype=torch.float64)
             total, count = self._engine.ranks.sum(mine).tolist()

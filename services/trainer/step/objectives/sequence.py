@@ -75,10 +75,10 @@ class SequenceObjective:
 
     def _lengths(self) -> list[float]:
         """Collective."""
-        own = [[batch for batch in part if not batch.is_padding] for part in self._batches]
+        of_updates = [[batch for batch in part if not batch.is_padding] for part in self._batches]
         mine = [
             [float(sum(sum(batch.lengths) for batch in part)), float(sum(len(batch.rows) for batch in part))]
-            for part in own
+            for part in of_updates
         ]
         return [tokens / rows for tokens, rows in self._engine.ranks.sum(torch.tensor(mine).double()).tolist()]
 
@@ -90,8 +90,8 @@ class SequenceObjective:
     def _add(self, name: _Name, batches: Sequence[SequenceBatch]) -> None:
         for batch in batches:
             values = self._log_probs(batch)
-            for row, own in zip(batch.rows, batch.split(values), strict=True):
-                self._known[name, row] = own
+            for row, row_values in zip(batch.rows, batch.split(values), strict=True):
+                self._known[name, row] = row_values
             if name == "old":
                 self._totals.add_gap(batch, 0, batch.means(values))
         devices.synchronize(self._engine.ranks.device)
@@ -105,8 +105,8 @@ class SequenceObjective:
     def _log_probs(self, batch: SequenceBatch) -> Tensor:
         """(N,) of the active policy's trained tokens."""
         self._engine.ranks.beats.beat()
-        found = self._adapter.log_probs(batch.sequences, temperature=self._spec.rollout.sequence.temperature)
-        return found[batch.mask]
+        log_probs = self._adapter.log_probs(batch.sequences, temperature=self._spec.rollout.sequence.temperature)
+        return log_probs[batch.mask]
 
     def _losses(self, batch: SequenceBatch, mean_length: float, *, is_first: bool) -> Tensor:
         """(B,) with gradient. `is_first`: the weights are those before the step."""
@@ -139,10 +139,10 @@ class SequenceObjective:
         part = self._part.correction
         if part.mode == "none":
             return None
-        found: list[Correction] = [
-            correct(part, own[:, None], rollout[:, None], num_elements=1, bypass=bypass)
-            for own, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
+        corrections: list[Correction] = [
+            correct(part, policy[:, None], rollout[:, None], num_elements=1, bypass=bypass)
+            for policy, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
         ]
-        means = [{name: value / len(one.log_ratio) for name, value in one.sums().items()} for one in found]
-        self._totals.add_sums(batch, {name: torch.stack([one[name] for one in means]).sum() for name in means[0]})
-        return torch.cat([cast(Tensor, one.weights)[:, 0] for one in found])
+        means = [{name: value / len(item.log_ratio) for name, value in item.sums().items()} for item in corrections]
+        self._totals.add_sums(batch, {name: torch.stack([mean[name] for mean in means]).sum() for name in means[0]})
+        return torch.cat([cast(Tensor, item.weights)[:, 0] for item in corrections])
