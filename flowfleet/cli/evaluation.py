@@ -120,15 +120,15 @@ def _rows(client: Client, models: Sequence[Evaluated], prompts: int) -> Iterator
     """The samples of the first prompts, by index and then model, while there is room."""
     from flowfleet.cli.samples.page import Shown
 
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    by_group: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, model in enumerate(models):
-        for place, sample in enumerate(model.samples):
-            found[sample.group].append((number, place))
+        for index, sample in enumerate(model.samples):
+            by_group[sample.group].append((number, index))
     size = 0
-    for group in sorted(found)[:prompts]:
+    for group in sorted(by_group)[:prompts]:
         row = []
-        for number, place in sorted(found[group], key=lambda at: (models[at[0]].samples[at[1]].index, at[0])):
-            model, sample = models[number], models[number].samples[place]
+        for number, index in sorted(by_group[group], key=lambda at: (models[at[0]].samples[at[1]].index, at[0])):
+            model, sample = models[number], models[number].samples[index]
             media = media_of(client, model.job, sample)
             size += len(media or b"")
             row.append(Shown(sample, media, note=model.label))

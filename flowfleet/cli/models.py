@@ -51,13 +51,13 @@ def export(
     """Bring a job's model to this machine."""
     with connect(url, ca) as client:
         job = client.find(job_id)
-        found = client.model(job.id, step)
-        folder = out_ or Path(f"{job.name}-step-{found.step}{'-merged' if merge else ''}")
-        if merge and found.kind == "adapter":
+        manifest = client.model(job.id, step)
+        folder = out_ or Path(f"{job.name}-step-{manifest.step}{'-merged' if merge else ''}")
+        if merge and manifest.kind == "adapter":
             _merged(client, job, step, base, folder)
         else:
             client.download_model(job.id, folder, step)
-    tell({"folder": folder, **found.model_dump()}, json_, lambda: _show(found, folder))
+    tell({"folder": folder, **manifest.model_dump()}, json_, lambda: _show(manifest, folder))
 
 
 def push(
@@ -74,8 +74,8 @@ def push(
 
     with connect(url, ca) as client, tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
         job = client.find(job_id)
-        found = client.download_model(job.id, folder, step)
-        place = upload(Path(folder), repo, f"{job.name}, step {found.step}, job {job.id}", private=private)
+        manifest = client.download_model(job.id, folder, step)
+        place = upload(Path(folder), repo, f"{job.name}, step {manifest.step}, job {job.id}", private=private)
     tell({"place": place}, json_, lambda: out.print(place, highlight=False))
 
 
@@ -86,10 +86,10 @@ def _merged(client: Client, job: Job, step: int | None, base: Path | None, folde
         raise ValueError(f"{folder} is there already: give a new folder by --out")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder.parent) as adapter:
-        found = client.download_model(job.id, Path(adapter), step)
-        merge(hub.pipeline(base or found.base_model), Path(adapter), folder)
+        manifest = client.download_model(job.id, Path(adapter), step)
+        merge(hub.pipeline(base or manifest.base_model), Path(adapter), folder)
 
 
-def _show(found: ModelManifest, folder: Path) -> None:
+def _show(manifest: ModelManifest, folder: Path) -> None:
     kind = read_manifest(folder).kind if (folder / MANIFEST).is_file() else "pipeline"
-    out.print(f"{folder}: {kind} of {found.step} steps, {found.weights} weights", highlight=False)
+    out.print(f"{folder}: {kind} of {manifest.step} steps, {manifest.weights} weights", highlight=False)

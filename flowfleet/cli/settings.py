@@ -25,20 +25,20 @@ def show_settings(
         tell(JobSpec.model_json_schema(), True, lambda: None)
         return
     known = list(settings(JobSpec))
-    found = find(name, known) if name else known
-    if not found:
+    shown = find(name, known) if name else known
+    if not shown:
         hint = " or ".join(near(name or "", known))
         raise ValueError(f"{name}: unknown setting" + (f"; did you mean {hint}?" if hint else ""))
-    tell(found, json_, lambda: _show(found))
+    tell(shown, json_, lambda: _show(shown))
 
 
-def _show(found: Sequence[Setting]) -> None:
-    if len(found) > 1:
+def _show(shown: Sequence[Setting]) -> None:
+    if len(shown) > 1:
         table = Table("setting", "values", "default", "what", box=None)
-        for one in found:
-            table.add_row(one.name, one.values.replace("`", ""), one.default, one.description.replace("`", ""))
+        for row in shown:
+            table.add_row(row.name, row.values.replace("`", ""), row.default, row.description.replace("`", ""))
         out.print(table)
         return
-    (one,) = found
-    out.print(f"[bold]{one.name}[/bold]  {one.values.replace('`', '')}; default: {one.default}", highlight=False)
-    out.print(one.description, highlight=False, markup=False)
+    (row,) = shown
+    out.print(f"[bold]{row.name}[/bold]  {row.values.replace('`', '')}; default: {row.default}", highlight=False)
+    out.print(row.description, highlight=False, markup=False)

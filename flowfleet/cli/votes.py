@@ -21,8 +21,8 @@ app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show and export peo
 def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show how voters agree with themselves, with one another and with the other rewards."""
     with connect(url, ca) as client:
-        found = client.vote_report(client.find(job_id).id)
-    tell(found, json_, lambda: show_report(found, out))
+        report = client.vote_report(client.find(job_id).id)
+    tell(report, json_, lambda: show_report(report, out))
 
 
 @app.command()
@@ -35,28 +35,28 @@ def export(
 ) -> None:
     """Write the votes as a preference file, which jobs with algorithm.name = "dpo" train on."""
     with connect(url, ca) as client:
-        found = client.export_preferences(client.find(job_id).id, out_)
-    if found.left_out:
-        err.print(f"{found.left_out} pairs left out: their pictures are no longer kept", highlight=False)
-    tell(asdict(found), json_, lambda: out.print(f"{found.pairs} pairs in {found.file}", highlight=False))
+        exported = client.export_preferences(client.find(job_id).id, out_)
+    if exported.left_out:
+        err.print(f"{exported.left_out} pairs left out: their pictures are no longer kept", highlight=False)
+    tell(asdict(exported), json_, lambda: out.print(f"{exported.pairs} pairs in {exported.file}", highlight=False))
 
 
-def show_report(found: VoteReport, console: Console) -> None:
+def show_report(report: VoteReport, console: Console) -> None:
     """Voters, rewards, warnings."""
-    said = f"{found.votes} votes on {found.groups} groups; {found.waiting} are waited for"
-    console.print(said + f"; voters agree in {_share(found.agreement)} of shared pairs", highlight=False)
-    if found.voters:
+    said = f"{report.votes} votes on {report.groups} groups; {report.waiting} are waited for"
+    console.print(said + f"; voters agree in {_share(report.agreement)} of shared pairs", highlight=False)
+    if report.voters:
         voters = table("VOTER", "VOTES", "REPEATS", "CONSISTENT", "SHARED", "AGREES WITH OTHERS")
-        for one in found.voters:
-            shares = (str(one.repeats), _share(one.consistency), str(one.shared), _share(one.agreement))
-            voters.add_row(one.name, str(one.votes), *shares)
+        for voter in report.voters:
+            shares = (str(voter.repeats), _share(voter.consistency), str(voter.shared), _share(voter.agreement))
+            voters.add_row(voter.name, str(voter.votes), *shares)
         console.print(voters)
-    if found.rewards:
+    if report.rewards:
         rewards = table("REWARD", "PAIRS", "AGREES WITH VOTES")
-        for name, row in found.rewards.items():
+        for name, row in report.rewards.items():
             rewards.add_row(name, str(row.pairs), _share(row.agreement))
         console.print(rewards)
-    for warning in found.warnings:
+    for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
 
 

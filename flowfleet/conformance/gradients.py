@@ -63,8 +63,8 @@ async def promised(session: Session) -> str | None:
 @check("gradients", "a score or an error a sample, and a finite gradient of the pixels' shape", "gradient contract")
 async def given(session: Session) -> str | None:
     _need(session)
-    found = await _asked(session, _pictures(session))
-    return f"{len(found)} pictures: " + ", ".join(f"score {one.score:g}" for one in found)
+    scored = await _asked(session, _pictures(session))
+    return f"{len(scored)} pictures: " + ", ".join(f"score {item.score:g}" for item in scored)
 
 
 @check("gradient is right", "the score rises along the gradient as fast as that says", "gradients")
@@ -72,11 +72,11 @@ async def right(session: Session) -> str | None:
     _need(session)
     seen: list[str] = []
     for sample in _pictures(session):
-        (found,) = await _asked(session, [sample])
-        if not found.gradient.any():
+        (scored,) = await _asked(session, [sample])
+        if not scored.gradient.any():
             continue
-        for name, mask in _masks(found.gradient):
-            seen.append(await _compare(session, sample, found, found.gradient * mask, name))
+        for name, mask in _masks(scored.gradient):
+            seen.append(await _compare(session, sample, scored, scored.gradient * mask, name))
     if not seen:
         raise Remark("every gradient is zero: no job can learn from these pictures")
     return seen[0]
@@ -87,14 +87,14 @@ async def alone(session: Session) -> str | None:
     _need(session)
     pictures = _pictures(session)
     together = await _asked(session, pictures)
-    for sample, found in zip(pictures, together, strict=True):
+    for sample, grouped in zip(pictures, together, strict=True):
         (single,) = await _asked(session, [sample])
         require(
-            alike(single.score, found.score, session.options.tolerance),
-            f"score {single.score:g} alone, {found.score:g} with others",
+            alike(single.score, grouped.score, session.options.tolerance),
+            f"score {single.score:g} alone, {grouped.score:g} with others",
         )
-        longer = max(float(np.linalg.norm(single.gradient)), float(np.linalg.norm(found.gradient)))
-        apart = float(np.linalg.norm(single.gradient - found.gradient))
+        longer = max(float(np.linalg.norm(single.gradient)), float(np.linalg.norm(grouped.gradient)))
+        apart = float(np.linalg.norm(single.gradient - grouped.gradient))
         require(
             apart <= ALONE_TOLERANCE * longer,
             f"the gradient of {sample.sample_id!r} is another alone than in a call of {len(pictures)}",
@@ -108,13 +108,13 @@ async def as_score(session: Session) -> str | None:
     sample = session.sample(0)
     pixels = np.ascontiguousarray(_decoded(session, 0))
     exact = PixelInput(pixels, sample.prompt, dict(sample.metadata), sample.sample_id)
-    (found,) = await _asked(session, [exact])
+    (scored,) = await _asked(session, [exact])
     plain = (await session.scores([sample]))[sample.sample_id]
     if plain.WhichOneof("outcome") != "score":
         raise Skip("Score gave no score")
-    if not alike(plain.score, found.score, 0.05):
-        raise Remark(f"Score says {plain.score:g}, ScoreWithGradient {found.score:g}: charts show the first")
-    return f"{plain.score:g} and {found.score:g}"
+    if not alike(plain.score, scored.score, 0.05):
+        raise Remark(f"Score says {plain.score:g}, ScoreWithGradient {scored.score:g}: charts show the first")
+    return f"{plain.score:g} and {scored.score:g}"
 
 
 @check(
@@ -155,10 +155,10 @@ async def large(session: Session) -> str | None:
 CHECKS = (not_promised, promised, given, right, alone, as_score, broken, large)
 
 
-async def _compare(session: Session, sample: PixelInput, found: _Gradient, part: Pixels, name: str) -> str:
+async def _compare(session: Session, sample: PixelInput, scored: _Gradient, part: Pixels, name: str) -> str:
     """Raises Fault unless the score rises along `part` as the gradient says, at the best of the steps."""
     direction = part / np.abs(part).max()
-    expected = float((found.gradient.astype(np.float64) * direction).sum())
+    expected = float((scored.gradient.astype(np.float64) * direction).sum())
     ups = [replace(sample, sample_id=f"up/{n}", pixels=_moved(sample, direction, step)) for n, step in enumerate(STEPS)]
     downs = [
         replace(sample, sample_id=f"down/{n}", pixels=_moved(sample, direction, -step)) for n, step in enumerate(STEPS)
@@ -201,12 +201,12 @@ async def _asked(session: Session, samples: list[PixelInput]) -> list[_Gradient]
 def _read(answer: dict[str, PixelScore], sample: PixelInput) -> _Gradient:
     """Raises Fault unless a sample has a finite score and gradient."""
     require(sample.sample_id in answer, f"sample {sample.sample_id!r} is missing in the answer")
-    found = answer[sample.sample_id]
-    kind = found.WhichOneof("outcome")
-    require(kind == "score", f"{sample.sample_id!r}: {f'error {found.error!r}' if kind else 'neither score nor error'}")
-    require(math.isfinite(found.score), f"{sample.sample_id!r}: the score is {found.score}")
+    score = answer[sample.sample_id]
+    kind = score.WhichOneof("outcome")
+    require(kind == "score", f"{sample.sample_id!r}: {f'error {score.error!r}' if kind else 'neither score nor error'}")
+    require(math.isfinite(score.score), f"{sample.sample_id!r}: the score is {score.score}")
     try:
-        return _Gradient(found.score, read_gradient(found.gradient, sample.pixels.shape))
+        return _Gradient(score.score, read_gradient(score.gradient, sample.pixels.shape))
     except ValueError as error:
         raise Fault(f"{sample.sample_id!r}: {error}") from None
 

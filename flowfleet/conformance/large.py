@@ -19,22 +19,22 @@ async def large_order(session: Session) -> str | None:
     if len(session.reference) < 2:
         raise Skip("there are not two scores that repeat")
     known = list(session.reference)
-    places = known * (session.full_batch // len(known))
+    indices = known * (session.full_batch // len(known))
     if not session.described.needs_group:
-        random.Random(11).shuffle(places)
-    names = odd_names(len(places))
+        random.Random(11).shuffle(indices)
+    names = odd_names(len(indices))
     samples = [
-        session.sample(place, name, f"group {number // len(known)}")
-        for number, (place, name) in enumerate(zip(places, names, strict=True))
+        session.sample(index, name, f"group {number // len(known)}")
+        for number, (index, name) in enumerate(zip(indices, names, strict=True))
     ]
     scores = await session.scores(samples)
-    for number, (place, name) in enumerate(zip(places, names, strict=True), 1):
-        given, expected = scores.get(name, RewardScore()), session.reference[place]
+    for number, (index, name) in enumerate(zip(indices, names, strict=True), 1):
+        given, expected = scores.get(name, RewardScore()), session.reference[index]
         same = is_score(given) and alike(given.score, expected, session.options.tolerance)
-        require(same, f"sample {number} of {len(places)}: {outcome(given)}, in a small call {expected:g}")
+        require(same, f"sample {number} of {len(indices)}: {outcome(given)}, in a small call {expected:g}")
     if is_blind(session):
         raise Remark(BLIND)
-    return f"{len(places)} samples"
+    return f"{len(indices)} samples"
 
 
 @check("media size", "media_size, if set, is the size of the sample's media", ONE, EACH)

@@ -39,7 +39,7 @@ async def many_at_once(session: Session) -> str | None:
     async def one(number: int) -> None:
         turned = places[number % len(places) :] + places[: number % len(places)]
         mine = turned if session.described.needs_group else turned[: 1 + number % 3]
-        samples = [session.sample(place) for place in mine]
+        samples = [session.sample(index) for index in mine]
         scores = await session.scores(samples)
         require_scores(scores, [sample.sample_id for sample in samples])
         if session.reference:
@@ -72,10 +72,10 @@ async def _next_call(session: Session, codes: list[StatusCode | None], left: Sta
     seconds, allowed = await _timed(session), session.options.allowed_s + session.batch_s
     message = f"the next call took {seconds:.1f} s, allowed are {allowed:.1f} s: stop calls that were cancelled"
     require(seconds <= allowed, message)
-    found = f"{codes.count(left)} of {len(codes)} {told}; the next call took {seconds:.3f} s"
+    summary = f"{codes.count(left)} of {len(codes)} {told}; the next call took {seconds:.3f} s"
     if left not in codes:
-        raise Remark(f"{found}: nothing was tested, all were answered or refused sooner")
-    return found
+        raise Remark(f"{summary}: nothing was tested, all were answered or refused sooner")
+    return summary
 
 
 async def _timed(session: Session) -> float:

@@ -49,7 +49,7 @@ def picture(index: int, media_type: str = "image/png") -> Media:
 def video(index: int) -> Media:
     """The same sign, which moves to the right."""
     still = np.asarray(_drawn(index))
-    frames: Frames = np.stack([np.roll(still, _STEP * place, axis=1) for place in range(NUM_FRAMES)])
+    frames: Frames = np.stack([np.roll(still, _STEP * number, axis=1) for number in range(NUM_FRAMES)])
     return encode_media(frames)
 
 

@@ -84,14 +84,14 @@ async def each_id_once(session: Session) -> str | None:
     require(not missing, f"{len(missing)} of {count} are missing, first sample {first}, {missing and missing[0]!r}")
     require(not strange, f"{strange and strange[0]!r} was not asked for")
     require(not twice, f"{twice and twice[0]!r} is answered {answered[twice[0]] if twice else 0} times")
-    empty = [place for place, name in enumerate(ids) if by_id(response.scores)[name].WhichOneof("outcome") is None]
+    empty = [at for at, name in enumerate(ids) if by_id(response.scores)[name].WhichOneof("outcome") is None]
     require(not empty, f"{len(empty)} of {count} have neither score nor error, first sample {empty and empty[0] + 1}")
     return f"{count} ids"
 
 
 def odd_names(count: int) -> list[str]:
     """Not in any order, and with what ids may hold."""
-    return [f"job/{(7919 * place) % 1009} ü:{place}" for place in range(count)]
+    return [f"job/{(7919 * number) % 1009} ü:{number}" for number in range(count)]
 
 
 @check(SAME, "the same call gets the same scores, within the tolerance", ONE, EACH)
@@ -103,7 +103,7 @@ async def same_again(session: Session) -> str | None:
     differences = [abs(left - right) for left, right in values if not alike(left, right, session.options.tolerance)]
     if differences:
         raise Remark(f"{len(differences)} of {len(values)} differ, by {max(differences):.3g} at most: scores are noisy")
-    session.reference = {place: score.score for place, (score, _) in enumerate(pairs) if score and is_score(score)}
+    session.reference = {index: score.score for index, (score, _) in enumerate(pairs) if score and is_score(score)}
     if not values:
         raise Remark("no two finite scores to compare")
     return f"{len(values)} samples"
@@ -118,16 +118,16 @@ async def order(session: Session) -> str | None:
     places.reverse()
     parts = [places] if session.described.needs_group else [places[:-2], places[-2:]]
     for part in filter(None, parts):
-        compare(session, part, await session.scores([session.sample(place) for place in part]))
+        compare(session, part, await session.scores([session.sample(index) for index in part]))
     if is_blind(session):
         raise Remark(BLIND)
     return f"{len(places)} samples in another order" + ("" if len(parts) == 1 else ", in two calls")
 
 
-def compare(session: Session, places: list[int], scores: dict[str, RewardScore]) -> None:
+def compare(session: Session, indices: list[int], scores: dict[str, RewardScore]) -> None:
     """Fault where a score is not that of the first batch."""
-    for place in places:
-        name, expected = session.sample(place).sample_id, session.reference[place]
+    for index in indices:
+        name, expected = session.sample(index).sample_id, session.reference[index]
         score = scores.get(name, RewardScore())
         same = is_score(score) and alike(score.score, expected, session.options.tolerance)
         require(same, f"{name!r}: {outcome(score)}, before {expected:g}")
@@ -240,7 +240,7 @@ def is_blind(session: Session) -> bool:
 
 def is_score(*given: RewardScore) -> bool:
     """Finite ones."""
-    return all(one.WhichOneof("outcome") == "score" and math.isfinite(one.score) for one in given)
+    return all(score.WhichOneof("outcome") == "score" and math.isfinite(score.score) for score in given)
 
 
 @check("pending", "a pending score says what it waits for, and Describe names contract 2", ONE)

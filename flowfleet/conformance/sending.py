@@ -106,7 +106,7 @@ async def _other(session: Session, name: str, is_taken: bool, make: Callable[[in
     """Sends a medium of another modality than the suite's and returns the outcome."""
     if not is_taken:
         return f"{name}: {await _one_bad(session, make(0))}"
-    samples = [session.with_media(sample, make(place)) for place, sample in _numbered(session)]
+    samples = [session.with_media(sample, make(index)) for index, sample in _numbered(session)]
     scores = await session.scores(samples)
     require_scores(scores, [samples[0].sample_id])
     return f"{name}: {outcome(scores[samples[0].sample_id])}"
@@ -143,7 +143,7 @@ async def _beside_others(session: Session, file: media.Media) -> RewardScore:
         scores = by_id((await session.score(samples)).scores)
     except grpc.aio.AioRpcError as error:
         raise Fault(f"the whole call ended with {said(error)}; give an error to that sample alone") from None
-    require_scores(scores, [sample.sample_id for place, sample in enumerate(samples) if place != bad])
+    require_scores(scores, [sample.sample_id for index, sample in enumerate(samples) if index != bad])
     return scores.get(samples[bad].sample_id, RewardScore())
 
 

@@ -86,19 +86,19 @@ def open_channel(address: str, options: Options) -> grpc.aio.Channel:
 
     ValueError for another address, and for settings that do not go with it.
     """
-    scheme, has_scheme, place = address.rpartition("://")
-    host, _, port = place.rpartition(":")
+    scheme, has_scheme, target = address.rpartition("://")
+    host, _, port = target.rpartition(":")
     if scheme not in ("", "grpc", "grpcs") or not host or not port.isdecimal():
         raise ValueError(f"{address!r} is no address: give grpc://host:port or grpcs://host:port")
     fleet_tls = tls.from_env() is not None
     own_tls = any((options.ca, options.cert, options.key))
     if own_tls and scheme != "grpcs":
-        raise ValueError(f"--ca, --cert and --key are for TLS: say grpcs://{place}")
+        raise ValueError(f"--ca, --cert and --key are for TLS: say grpcs://{target}")
     if has_scheme and scheme == "grpc" and fleet_tls:
-        raise ValueError(f"{address} is without TLS, but {tls.TLS_DIR} is set: say grpcs://{place}, or unset it")
+        raise ValueError(f"{address} is without TLS, but {tls.TLS_DIR} is set: say grpcs://{target}, or unset it")
     if (scheme == "grpcs" and not fleet_tls) or own_tls:
-        return rpc.open_channel_with(place, _credentials(options))
-    return rpc.open_channel(place)
+        return rpc.open_channel_with(target, _credentials(options))
+    return rpc.open_channel(target)
 
 
 def _credentials(options: Options) -> grpc.ChannelCredentials:
@@ -222,11 +222,11 @@ class Session:
     async def gradients(self, samples: Sequence[PixelInput]) -> dict[str, PixelScore]:
         """Answers by id, the first of several of one id, in as many calls as the service wants."""
         limit = self.described.gradient_bytes or MAX_GRADIENT_BYTES
-        found: dict[str, PixelScore] = {}
+        scores: dict[str, PixelScore] = {}
         for call in cut(samples, self.full_batch, limit):
             for score in (await self.score_with_gradient(call)).scores:
-                found.setdefault(score.sample_id, score)
-        return found
+                scores.setdefault(score.sample_id, score)
+        return scores
 
     async def seconds(self, samples: Sequence[RewardSample]) -> float:
         """Time that a call takes."""
@@ -273,7 +273,7 @@ class Session:
 
 def by_id(scores: Iterable[RewardScore]) -> dict[str, RewardScore]:
     """The first of several of one id."""
-    found: dict[str, RewardScore] = {}
+    first_scores: dict[str, RewardScore] = {}
     for score in scores:
-        found.setdefault(score.sample_id, score)
-    return found
+        first_scores.setdefault(score.sample_id, score)
+    return first_scores

@@ -116,8 +116,8 @@ class Follower:
     def _take_validation(self, version: int, row: Mapping[str, Any], event: JobEvent) -> None:
         if version > self._state.version:
             values = {name: value for name, value in _known(row).items() if _is_validation(name)}
-            found = self._client.samples(self._job.id, purpose="validate", step=version, order="oldest")
-            pictures = [self._picture(sample) for sample in islice(found, self._max_pictures)]
+            samples = self._client.samples(self._job.id, purpose="validate", step=version, order="oldest")
+            pictures = [self._picture(sample) for sample in islice(samples, self._max_pictures)]
             self._tracker.validation(version, values, pictures, event.time)
             self._state.version = version
             self._state.records += 1

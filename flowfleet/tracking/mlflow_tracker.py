@@ -41,8 +41,8 @@ class MlflowTracker:
 
     def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
         curves = {
-            f"histograms/{name}/{part}": one.quantile(share)
-            for name, one in histograms.items()
+            f"histograms/{name}/{part}": bins.quantile(share)
+            for name, bins in histograms.items()
             for part, share in QUANTILES.items()
         }
         self._log(number, {**values, **curves}, at)
@@ -50,12 +50,12 @@ class MlflowTracker:
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
         self._log(version, values, at)
         with temporary_folder() as folder:
-            files = {one.name: one.write(Path(folder)) for one in pictures if one.media is not None}
-            place = f"validation/{version:08d}"
+            files = {picture.name: picture.write(Path(folder)) for picture in pictures if picture.media is not None}
+            folder_name = f"validation/{version:08d}"
             if files:
-                self._client.log_artifacts(self._run, folder, place)
-            shown = {name: f"{place}/{path.name}" for name, path in files.items()}
-        self._log_table(f"{place}.json", version, pictures, shown)
+                self._client.log_artifacts(self._run, folder, folder_name)
+            shown = {name: f"{folder_name}/{path.name}" for name, path in files.items()}
+        self._log_table(f"{folder_name}.json", version, pictures, shown)
 
     def model(self, folder: Path, job: Job) -> None:
         self._client.log_artifacts(self._run, str(folder), "adapter")
@@ -95,8 +95,8 @@ class MlflowTracker:
     def _log_table(self, path: str, version: int, pictures: Sequence[Picture], shown: Mapping[str, str]) -> None:
         names = score_names(pictures)
         rows = [
-            [version, one.prompt, shown.get(one.name), one.reward, *(one.scores.get(name) for name in names)]
-            for one in pictures
+            [version, row.prompt, shown.get(row.name), row.reward, *(row.scores.get(name) for name in names)]
+            for row in pictures
         ]
         self._client.log_dict(self._run, {"columns": [*COLUMNS, *names], "data": rows}, path)
         tables = json.loads(self._client.get_run(self._run).data.tags.get(TABLES, "[]"))
@@ -105,7 +105,7 @@ class MlflowTracker:
 
 
 def _flat(prefix: str, part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    flat: list[tuple[str, str]] = []
     for name, value in part.items():
-        found += _flat(f"{prefix}{name}.", value) if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
-    return found
+        flat += _flat(f"{prefix}{name}.", value) if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+    return flat

@@ -59,7 +59,7 @@ class TensorBoardTracker:
         return folder.name
 
     def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
-        drawn = [_histogram(f"histograms/{name}", one) for name, one in histograms.items()]
+        drawn = [_histogram(f"histograms/{name}", bins) for name, bins in histograms.items()]
         self._add("train", number, at, [*_scalars(values), *drawn])
 
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
@@ -93,18 +93,18 @@ def _scalars(values: Values) -> list[Any]:
     return [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
 
 
-def _histogram(name: str, one: Histogram) -> Any:
-    edges = one.edges
+def _histogram(name: str, bins: Histogram) -> Any:
+    edges = bins.edges
     middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
-    weighted = list(zip(one.counts, middles, strict=True))
+    weighted = list(zip(bins.counts, middles, strict=True))
     proto = HistogramProto(
-        min=one.low,
-        max=one.high,
-        num=sum(one.counts),
+        min=bins.low,
+        max=bins.high,
+        num=sum(bins.counts),
         sum=sum(count * middle for count, middle in weighted),
         sum_squares=sum(count * middle**2 for count, middle in weighted),
         bucket_limit=edges[1:],
-        bucket=one.counts,
+        bucket=bins.counts,
     )
     return Summary.Value(tag=name, histo=proto)
 

@@ -40,14 +40,14 @@ class Histogram:
     def edges(self) -> list[float]:
         """Returns the edges of the bins: one more than there are bins."""
         width = (self.high - self.low) / len(self.counts)
-        return [self.low + width * place for place in range(len(self.counts))] + [self.high]
+        return [self.low + width * number for number in range(len(self.counts))] + [self.high]
 
     def quantile(self, part: float) -> float:
         """The value below which this part of the counts lies, linear inside a bin."""
         left, edges = part * sum(self.counts), self.edges
-        for place, count in enumerate(self.counts):
+        for number, count in enumerate(self.counts):
             if count and left <= count:
-                return edges[place] + (edges[place + 1] - edges[place]) * left / count
+                return edges[number] + (edges[number + 1] - edges[number]) * left / count
             left -= count
         return self.high
 

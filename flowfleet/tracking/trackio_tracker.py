@@ -48,8 +48,8 @@ class TrackioTracker:
 
     def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
         drawn = {
-            f"histograms/{name}": trackio.Histogram(np_histogram=(list(one.counts), one.edges))
-            for name, one in histograms.items()
+            f"histograms/{name}": trackio.Histogram(np_histogram=(list(bins.counts), bins.edges))
+            for name, bins in histograms.items()
         }
         self._log({**values, **drawn}, number)
 
@@ -57,8 +57,8 @@ class TrackioTracker:
         with temporary_folder() as folder:
             names = score_names(pictures)
             rows = [
-                [version, one.prompt, _media(one, Path(folder)), one.reward, *(one.scores.get(name) for name in names)]
-                for one in pictures
+                [version, row.prompt, _media(row, Path(folder)), row.reward, *(row.scores.get(name) for name in names)]
+                for row in pictures
             ]
             table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
             self._log({**values, "pictures": table}, version)

@@ -65,8 +65,8 @@ class WandbTracker:
 
     def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
         drawn = {
-            f"histograms/{name}": wandb.Histogram(np_histogram=(np.asarray(one.counts), np.asarray(one.edges)))
-            for name, one in histograms.items()
+            f"histograms/{name}": wandb.Histogram(np_histogram=(np.asarray(bins.counts), np.asarray(bins.edges)))
+            for name, bins in histograms.items()
         }
         self._log({"step": number, **values, **drawn}, at)
 

@@ -31,16 +31,16 @@ def doctor(
     is_named = bool(url or os.environ.get("FLOWFLEET_URL"))
     with connect(url, ca) as client:
         here = [*look_at_packages(), *look_at_machine(StateDir(state_dir))]
-        own = here if client.on_this_machine else as_notes(here)
-        found = [*own, *look_at_controller(client, is_named)]
-    tell(found, json_, lambda: _show(found))
-    if any(one.status is Status.PROBLEM for one in found):
+        findings_here = here if client.on_this_machine else as_notes(here)
+        findings = [*findings_here, *look_at_controller(client, is_named)]
+    tell(findings, json_, lambda: _show(findings))
+    if any(finding.status is Status.PROBLEM for finding in findings):
         raise typer.Exit(1)
 
 
-def _show(found: Sequence[Finding]) -> None:
+def _show(findings: Sequence[Finding]) -> None:
     made = table("", "CHECK", "FOUND")
-    for one in found:
-        text = f"{one.found}\n→ {one.advice}" if one.advice else one.found
-        made.add_row(Text(one.status, style=_COLORS[one.status]), one.check, Text(text))
+    for finding in findings:
+        text = f"{finding.found}\n→ {finding.advice}" if finding.advice else finding.found
+        made.add_row(Text(finding.status, style=_COLORS[finding.status]), finding.check, Text(text))
     out.print(made)

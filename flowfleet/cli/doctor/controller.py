@@ -37,11 +37,11 @@ def look_at_controller(client: Client, is_named: bool) -> Iterator[Finding]:
 
 
 def _version(url: str, version: str) -> Finding:
-    own = importlib.metadata.version("flowfleet")
-    found = f"{url} runs {version}, this is {own}"
-    if version.split(".")[:2] == own.split(".")[:2]:
-        return ok("controller", found)
-    return note("controller", found, f"pip install 'flowfleet=={version}': other versions may differ in settings")
+    installed = importlib.metadata.version("flowfleet")
+    versions = f"{url} runs {version}, this is {installed}"
+    if version.split(".")[:2] == installed.split(".")[:2]:
+        return ok("controller", versions)
+    return note("controller", versions, f"pip install 'flowfleet=={version}': other versions may differ in settings")
 
 
 def _fleet(fleet: Fleet, *, is_here: bool) -> Iterator[Finding]:
@@ -58,8 +58,8 @@ def _fleet(fleet: Fleet, *, is_here: bool) -> Iterator[Finding]:
             yield ok(f"reward {name}", ", ".join(addresses))
         else:
             yield problem(f"reward {name}", "no replica is ready", "see its log, or `flowfleet fleet`")
-    for one in fleet.shortages:
-        yield problem(f"{one.component} {one.name}", one.reason, "see docs/operations.md")
+    for shortage in fleet.shortages:
+        yield problem(f"{shortage.component} {shortage.name}", shortage.reason, "see docs/operations.md")
 
 
 def _listens(address: str) -> bool:

@@ -37,4 +37,4 @@ def problem(check: str, found: str, advice: str) -> Finding:
 
 def as_notes(findings: Iterable[Finding]) -> list[Finding]:
     """Turns problems into notes: a machine that only speaks to a controller elsewhere runs no stack."""
-    return [replace(one, status=Status.NOTE) if one.status is Status.PROBLEM else one for one in findings]
+    return [replace(item, status=Status.NOTE) if item.status is Status.PROBLEM else item for item in findings]

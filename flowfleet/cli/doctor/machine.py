@@ -42,8 +42,8 @@ def look_at_machine(state: StateDir) -> Iterator[Finding]:
 
 
 def _system() -> Finding:
-    found = f"{platform.system()} {platform.release()}, Python {platform.python_version()} at {sys.executable}"
-    return ok("system", found) if sys.platform == "linux" else problem("system", found, "run stacks on Linux")
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()} at {sys.executable}"
+    return ok("system", system) if sys.platform == "linux" else problem("system", system, "run stacks on Linux")
 
 
 def _devices() -> Iterator[Finding]:
@@ -87,12 +87,12 @@ def _redis() -> Finding:
     except Unavailable as error:
         return problem("redis", "no redis-server", str(error).partition(": ")[2])
     version = server_version(server)
-    found = f"{'.'.join(map(str, version)) or 'unknown version'}, {server}"
+    server_text = f"{'.'.join(map(str, version)) or 'unknown version'}, {server}"
     if version < OLDEST_REDIS:
-        return problem("redis", found, f"install Redis {'.'.join(map(str, OLDEST_REDIS))} or newer; 7 is best")
+        return problem("redis", server_text, f"install Redis {'.'.join(map(str, OLDEST_REDIS))} or newer; 7 is best")
     if version < REDIS_OF_RIGHTS:
-        return note("redis", found, "works; Redis 7 also limits each kind of service to its own keys")
-    return ok("redis", found)
+        return note("redis", server_text, "works; Redis 7 also limits each kind of service to its own keys")
+    return ok("redis", server_text)
 
 
 def _port(state: StateDir) -> Finding:
@@ -104,11 +104,11 @@ def _port(state: StateDir) -> Finding:
     return problem("port", f"{DEFAULT_PORT} is taken by another program", "start with `flowfleet up --port 0`")
 
 
-def _room(check: str, place: Path, wanted_gib: float, advice: str) -> Finding:
-    free = shutil.disk_usage(place).free / GIB
-    found = f"{free:.1f} GiB free in {place}"
-    return ok(check, found) if free >= wanted_gib else note(check, found, advice)
+def _room(check: str, folder: Path, wanted_gib: float, advice: str) -> Finding:
+    free = shutil.disk_usage(folder).free / GIB
+    space = f"{free:.1f} GiB free in {folder}"
+    return ok(check, space) if free >= wanted_gib else note(check, space, advice)
 
 
 def _existing(path: Path) -> Path:
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())

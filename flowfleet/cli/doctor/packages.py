@@ -25,25 +25,25 @@ def look_at_packages() -> Iterator[Finding]:
     required = [Requirement(line) for line in importlib.metadata.requires("flowfleet") or ()]
     for extra in EXTRAS:
         parts = _parts(extra, required)
-        yield _extra(extra, [one for one in required if one.name != "flowfleet" and _is_of(one, parts)])
+        yield _extra(extra, [req for req in required if req.name != "flowfleet" and _is_of(req, parts)])
 
 
 def _extra(extra: str, required: Sequence[Requirement]) -> Finding:
-    versions = {one.name: _version(one.name) for one in required}
+    versions = {req.name: _version(req.name) for req in required}
     wrong = [
-        f"{one.name} {version} (needs {one.specifier})"
-        for one in required
-        if (version := versions[one.name]) is not None and not one.specifier.contains(version, prereleases=True)
+        f"{req.name} {version} (needs {req.specifier})"
+        for req in required
+        if (version := versions[req.name]) is not None and not req.specifier.contains(version, prereleases=True)
     ]
     absent = [name for name, version in versions.items() if version is None]
     if wrong and not absent:
         return problem(f"extra {extra}", f"versions that it does not accept: {', '.join(wrong)}", _install(extra))
     if not absent:
         return ok(f"extra {extra}", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    found = f"not installed: {', '.join(absent)}"
+    missing = f"not installed: {', '.join(absent)}"
     if extra == "local":
-        return problem("extra local", found, _install(extra))
-    return note(f"extra {extra}", found, f"{_install(extra)}, if you need it")
+        return problem("extra local", missing, _install(extra))
+    return note(f"extra {extra}", missing, f"{_install(extra)}, if you need it")
 
 
 def _install(extra: str) -> str:
@@ -52,17 +52,17 @@ def _install(extra: str) -> str:
 
 def _parts(extra: str, required: Sequence[Requirement]) -> set[str]:
     """The extra, the extras that it names as flowfleet[…], those of these, and so on."""
-    found, todo = set[str](), {extra}
+    extras, todo = set[str](), {extra}
     while todo:
-        found |= todo
-        todo = {part for one in required if one.name == "flowfleet" and _is_of(one, todo) for part in one.extras}
-        todo -= found
-    return found
+        extras |= todo
+        todo = {part for req in required if req.name == "flowfleet" and _is_of(req, todo) for part in req.extras}
+        todo -= extras
+    return extras
 
 
 def _is_of(requirement: Requirement, extras: set[str]) -> bool:
     marker = requirement.marker
-    return marker is not None and "extra" in str(marker) and any(marker.evaluate({"extra": one}) for one in extras)
+    return marker is not None and "extra" in str(marker) and any(marker.evaluate({"extra": extra}) for extra in extras)
 
 
 def _version(package: str) -> str | None:

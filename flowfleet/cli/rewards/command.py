@@ -112,14 +112,14 @@ def _change(job_id: str, url: str | None, ca: Any, wait: bool, json_: bool, **ch
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """key=value by dotted names, values as JSON where they are that, else text; params are text always."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, text in _pairs(words):
         is_param = key.startswith("params.") and text != "null"
         try:
-            put(found, key, text if is_param else _value(text))
+            put(settings, key, text if is_param else _value(text))
         except ValueError as error:
             raise ValueError(f"{key}={text}: {error}") from None
-    return found
+    return settings
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -163,10 +163,10 @@ def _settings_table(active: RewardRevision) -> Table:
     return made
 
 
-def comparison_table(name: str, found: ShadowComparison) -> Table:
+def comparison_table(name: str, comparison: ShadowComparison) -> Table:
     """A shadow and its reward side by side, over training samples, and over held-out ones where there are some."""
-    names = (found.beside, name)
-    both = (found.train, *([found.held_out] if found.held_out.samples else ()))
+    names = (comparison.beside, name)
+    both = (comparison.train, *([comparison.held_out] if comparison.held_out.samples else ()))
     made = table("", *names, *(f"{each}, held out" for each in names if len(both) > 1))
     sides = [side for part in both for side in (part.active, part.shadow)]
     made.add_row("version", *(", ".join(side.versions) or "-" for side in sides))
@@ -179,7 +179,7 @@ def comparison_table(name: str, found: ShadowComparison) -> Table:
         ("same order in groups", [_number(part.agreement) for part in both]),
     ):
         made.add_row(label, *(cell for value in values for cell in ("", value)))
-    made.caption = f"{found.scored} samples scored, {found.failed} failed, {found.left_out} left out"
+    made.caption = f"{comparison.scored} samples scored, {comparison.failed} failed, {comparison.left_out} left out"
     made.caption_justify = "left"
     return made
 

@@ -71,7 +71,7 @@ def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = 
 
     Raises ValueError where no two scorers scored the same sample.
     """
-    found: list[Disagreement] = []
+    largest: list[Disagreement] = []
     compared = False
     for members in _groups(samples):
         places = _places(members)
@@ -80,26 +80,26 @@ def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = 
             pairs = [pair for pair in combinations(known, 2) if _compared(*pair, beside or {})]
             compared = compared or bool(pairs)
             if pairs:
-                found.append(max((_of(sample, *pair) for pair in pairs), key=lambda one: one.size))
+                largest.append(max((_of(sample, *pair) for pair in pairs), key=lambda item: item.size))
     if not compared:
         raise ValueError(
             "no two scorers scored the same sample: a job of two rewards, or one with a shadow, is needed; what is "
             "held_out_only scores those of --purpose validate"
         )
-    return sorted((one for one in found if one.size > (0.0, 0.0)), key=lambda one: one.size, reverse=True)
+    return sorted((item for item in largest if item.size > (0.0, 0.0)), key=lambda item: item.size, reverse=True)
 
 
 def _groups(samples: Iterable[Sample]) -> list[list[Sample]]:
     steps: dict[int, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         steps[sample.step][sample.group].append(sample)
-    found: list[list[Sample]] = []
+    groups_of_steps: list[list[Sample]] = []
     for groups in steps.values():
         if all(len(members) == 1 for members in groups.values()):
-            found.append([member for members in groups.values() for member in members])
+            groups_of_steps.append([member for members in groups.values() for member in members])
         else:
-            found.extend(groups.values())
-    return found
+            groups_of_steps.extend(groups.values())
+    return groups_of_steps
 
 
 def _places(members: Sequence[Sample]) -> list[dict[int, Place]]:
@@ -134,14 +134,14 @@ def _places_of(name: str, is_shadow: bool, scores: Mapping[int, float]) -> dict[
     }
 
 
-def _compared(one: Place, other: Place, beside: Mapping[str, str]) -> bool:
+def _compared(first: Place, second: Place, beside: Mapping[str, str]) -> bool:
     """Two rewards always, two shadows never."""
-    if one.is_shadow and other.is_shadow:
+    if first.is_shadow and second.is_shadow:
         return False
-    shadow, reward = (one, other) if one.is_shadow else (other, one)
+    shadow, reward = (first, second) if first.is_shadow else (second, first)
     return not shadow.is_shadow or beside.get(shadow.scorer, reward.scorer) == reward.scorer
 
 
-def _of(sample: Sample, one: Place, other: Place) -> Disagreement:
-    higher, lower = sorted((one, other), key=lambda place: (place.share, place.standardized), reverse=True)
+def _of(sample: Sample, first: Place, second: Place) -> Disagreement:
+    higher, lower = sorted((first, second), key=lambda place: (place.share, place.standardized), reverse=True)
     return Disagreement(sample, higher, lower)

@@ -64,8 +64,8 @@ def samples(
         job = client.find(job_id)
         directory = DIRECTORY / job.id[: views.SHORT_ID]
         if not asked:
-            found = client.samples(job.id, purpose=purpose, step=step, order=order or "newest")
-            _download(client, job, list(islice(found, limit or LIMIT)), to or directory, json_)
+            listed = client.samples(job.id, purpose=purpose, step=step, order=order or "newest")
+            _download(client, job, list(islice(listed, limit or LIMIT)), to or directory, json_)
             return
         ((kind, num),) = asked.items()
         file = to or directory / f"{kind}.html"
@@ -80,10 +80,10 @@ def samples(
         webbrowser.open(file.resolve().as_uri())
 
 
-def _download(client: Client, job: Job, found: Sequence[Sample], directory: Path, as_json: bool) -> None:
-    files = [_save(client.media(job.id, sample), sample, directory) for sample in found]
-    rows = [{**sample.model_dump(), "file": file} for sample, file in zip(found, files, strict=True)]
-    tell(rows, as_json, lambda: out.print(views.samples_table(found, files)))
+def _download(client: Client, job: Job, listed: Sequence[Sample], directory: Path, as_json: bool) -> None:
+    files = [_save(client.media(job.id, sample), sample, directory) for sample in listed]
+    rows = [{**sample.model_dump(), "file": file} for sample, file in zip(listed, files, strict=True)]
+    tell(rows, as_json, lambda: out.print(views.samples_table(listed, files)))
 
 
 def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
@@ -122,12 +122,12 @@ def _disagreeing(
     from flowfleet.cli.rewards.disagreement import disagreements
 
     newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))
-    found = disagreements(newest, _beside(client, job))[:num]
+    picked = disagreements(newest, _beside(client, job))[:num]
     remark = (
         f"Of the newest {len(newest)} samples those whose places in their group differ most between two scorers. "
         "A place goes by the score's rank, from the lowest (0) to the highest (1)."
     )
-    return remark, [(one.sample, _reason(one)) for one in found]
+    return remark, [(item.sample, _reason(item)) for item in picked]
 
 
 def _beside(client: Client, job: Job) -> dict[str, str]:
@@ -137,12 +137,12 @@ def _beside(client: Client, job: Job) -> dict[str, str]:
     return {name: str(part["for"]) for revision in revisions for name, part in revision.shadows.items()}
 
 
-def _reason(one: Disagreement) -> str:
+def _reason(item: Disagreement) -> str:
     places = [
         f"{place.scorer}{' (shadow)' if place.is_shadow else ''} puts it {place.rank:g} of {place.of}"
-        for place in (one.higher, one.lower)
+        for place in (item.higher, item.lower)
     ]
-    return f"{', '.join(places)}: {one.size[0]:.2f} apart"
+    return f"{', '.join(places)}: {item.size[0]:.2f} apart"
 
 
 def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]]) -> Iterator[Shown]:
@@ -157,9 +157,9 @@ def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]])
         groups[sample.step, sample.group] = sample
         yield Shown(sample, media, rank, note)
     steps: dict[int, list[Sample]] = {}
-    for (step, group), one in groups.items():
+    for (step, group), member in groups.items():
         if step not in steps:
-            steps[step] = list(client.samples(job.id, purpose=one.purpose, step=step))
+            steps[step] = list(client.samples(job.id, purpose=member.purpose, step=step))
         for sample in steps[step]:
             if sample.group == group and _place(sample) not in places and size < ROOM_BYTES:
                 media = media_of(client, job, sample)

@@ -69,8 +69,8 @@ def join(children: Iterable[str]) -> _Markup:
 def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> str:
     """The whole file. `shown` in any order: groups come in the order of their best ranks."""
     groups = _by_group(shown)
-    scales = _scales([one.sample for one in shown])
-    picked = sum(one.rank is not None for one in shown)
+    scales = _scales([item.sample for item in shown])
+    picked = sum(item.rank is not None for item in shown)
     scorers = _common_versions(shown)
     facts = f"{job.name} · job {job.id} · samples: {picked} of {len(shown)} shown · groups: {len(groups)}"
     if scorers:
@@ -84,8 +84,8 @@ def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> st
 def side_by_side(title: str, facts: str, remark: str, prompts: Sequence[Sequence[Shown]]) -> str:
     """The whole file of a page with a row of cards for each prompt, in the order given; a card's note names its
     model."""
-    scales = _scales([one.sample for shown in prompts for one in shown])
-    scorers = _common_versions([one for shown in prompts for one in shown])
+    scales = _scales([item.sample for shown in prompts for item in shown])
+    scorers = _common_versions([item for shown in prompts for item in shown])
     if scorers:
         facts += f" · scored by {scorers}"
     return _document(title, title, facts, remark, [], [_group(shown, scales, scorers) for shown in prompts])
@@ -119,20 +119,20 @@ def _choice(name: str, legend: str, *options: tuple[str, str, bool]) -> _Markup:
 def _by_group(shown: Sequence[Shown]) -> list[list[Shown]]:
     """Members from the highest reward to those without one; groups by their best rank."""
     groups: dict[tuple[int, int], list[Shown]] = {}
-    for one in sorted(shown, key=lambda one: len(shown) if one.rank is None else one.rank):
-        groups.setdefault((one.sample.step, one.sample.group), []).append(one)
+    for item in sorted(shown, key=lambda item: len(shown) if item.rank is None else item.rank):
+        groups.setdefault((item.sample.step, item.sample.group), []).append(item)
     return [sorted(members, key=_descending) for members in groups.values()]
 
 
-def _descending(one: Shown) -> tuple[bool, float, int]:
-    reward = one.sample.reward
-    return reward is None, -(reward or 0.0), one.sample.index
+def _descending(item: Shown) -> tuple[bool, float, int]:
+    reward = item.sample.reward
+    return reward is None, -(reward or 0.0), item.sample.index
 
 
 def _common_versions(shown: Sequence[Shown]) -> str:
     """Scorers of all samples; empty where samples differ, which then name their own."""
-    found = {_versions(one.sample) for one in shown if one.sample.versions}
-    return found.pop() if len(found) == 1 else ""
+    versions = {_versions(item.sample) for item in shown if item.sample.versions}
+    return versions.pop() if len(versions) == 1 else ""
 
 
 def _versions(sample: Sample) -> str:
@@ -144,36 +144,38 @@ def _versions(sample: Sample) -> str:
 
 def _group(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]], scorers: str) -> _Markup:
     first = members[0].sample
-    rewards = [one.sample.reward for one in members if one.sample.reward is not None]
+    rewards = [item.sample.reward for item in members if item.sample.reward is not None]
     words = [_step(first), f"group {first.group}", *filter(None, [first.source]), f"{len(members)} shown"]
     if rewards:
         words.append(f"reward {number(statistics.fmean(rewards))} ± {number(statistics.pstdev(rewards))}")
     header = tag("header", tag("h2", first.prompt), tag("p", " · ".join(words), class_="soft"), _strip(members, scales))
-    cards = tag("div", *(_card(one, scales, scorers) for one in members), class_="cards")
+    cards = tag("div", *(_card(item, scales, scorers) for item in members), class_="cards")
     return tag("section", header, cards, class_="group")
 
 
 def _strip(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) -> _Markup:
     """Where the members' rewards lie between the least and the greatest on the page."""
     ticks = [
-        tag("line", x1=at, x2=at, y1=1, y2=17, class_="picked" if one.rank is not None else None)
-        for one in members
-        if one.sample.reward is not None
-        for at in [round(200 * _fraction(one.sample.reward, scales[""]), 1)]
+        tag("line", x1=at, x2=at, y1=1, y2=17, class_="picked" if item.rank is not None else None)
+        for item in members
+        if item.sample.reward is not None
+        for at in [round(200 * _fraction(item.sample.reward, scales[""]), 1)]
     ]
     base = tag("line", x1=0, x2=200, y1=9, y2=9, class_="base")
     what = {"role": "img", "aria_label": "rewards of the group"}
     return tag("svg", base, *ticks, class_="strip", viewBox="0 0 200 18", preserveAspectRatio="none", **what)
 
 
-def _card(one: Shown, scales: Mapping[str, tuple[float, float]], scorers: str) -> _Markup:
+def _card(item: Shown, scales: Mapping[str, tuple[float, float]], scorers: str) -> _Markup:
     """`scorers` are named once on the page already."""
-    sample = one.sample
-    rank = [] if one.rank is None else [tag("span", f"#{one.rank}", class_="rank", title="place in what was asked for")]
+    sample = item.sample
+    rank = (
+        [] if item.rank is None else [tag("span", f"#{item.rank}", class_="rank", title="place in what was asked for")]
+    )
     reward = tag("span", number(sample.reward) if sample.reward is not None else "no reward", class_="reward")
     body = [tag("p", sample.prompt, class_="prompt"), tag("div", reward, *rank, class_="head")]
-    if one.note:
-        body.append(tag("p", one.note, class_="why"))
+    if item.note:
+        body.append(tag("p", item.note, class_="why"))
     if sample.drop_reason:
         body.append(tag("p", f"not trained on: {sample.drop_reason}", class_="drop"))
     if sample.gated_by:
@@ -183,12 +185,12 @@ def _card(one: Shown, scales: Mapping[str, tuple[float, float]], scorers: str) -
     facts += [versions for versions in [_versions(sample)] if versions and versions != scorers]
     lines = (tag("div", fact) for fact in facts)
     body.append(tag("details", tag("summary", _step(sample)), *lines, class_="facts"))
-    style = None if one.rank is None else f"--rank: {one.rank}"
+    style = None if item.rank is None else f"--rank: {item.rank}"
     return tag(
         "article",
-        _media(one),
+        _media(item),
         tag("div", *body, class_="body"),
-        class_="picked" if one.rank is not None else None,
+        class_="picked" if item.rank is not None else None,
         style=style,
     )
 
@@ -197,15 +199,15 @@ def _step(sample: Sample) -> str:
     return f"step {sample.step}" if sample.purpose == "train" else f"validation of version {sample.step}"
 
 
-def _media(one: Shown) -> _Markup:
-    media_type = one.sample.media_type
-    if one.media is None:
+def _media(item: Shown) -> _Markup:
+    media_type = item.sample.media_type
+    if item.media is None:
         return tag("div", "no longer kept", class_="gone")
     if media_type == TEXT:
-        return tag("pre", one.media.decode("utf-8", "replace")[:MAX_CHARACTERS], class_="answer")
+        return tag("pre", item.media.decode("utf-8", "replace")[:MAX_CHARACTERS], class_="answer")
     if media_type not in _MEDIA_TYPES:
         return tag("div", f"{media_type} is not shown", class_="gone")
-    source = f"data:{media_type};base64,{base64.b64encode(one.media).decode()}"
+    source = f"data:{media_type};base64,{base64.b64encode(item.media).decode()}"
     if media_type.startswith("video/"):
         plays = {
             "autoplay": True,
@@ -215,8 +217,10 @@ def _media(one: Shown) -> _Markup:
             "playsinline": True,
             "preload": "auto",
         }
-        return tag("video", src=source, aria_label=one.sample.prompt, **plays)
-    return tag("img", src=source, alt=one.sample.prompt, class_=_sharpness(one.media), loading="lazy", decoding="async")
+        return tag("video", src=source, aria_label=item.sample.prompt, **plays)
+    return tag(
+        "img", src=source, alt=item.sample.prompt, class_=_sharpness(item.media), loading="lazy", decoding="async"
+    )
 
 
 def _sharpness(media: bytes) -> str | None:
@@ -263,7 +267,7 @@ def _scales(samples: Iterable[Sample]) -> dict[str, tuple[float, float]]:
         shadows = {f"shadow {name}": value for name, value in sample.shadow.items()}
         for name, value in {"": sample.reward, **sample.scores, **shadows}.items():
             values.setdefault(name, []).extend([] if value is None else [value])
-    return {name: _scale(found) for name, found in values.items()}
+    return {name: _scale(numbers) for name, numbers in values.items()}
 
 
 def _scale(values: Sequence[float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ def picks(samples: Iterable[Sample], num: int, *, best: bool) -> list[Sample]:
     rounds: dict[int, list[Sample]] = defaultdict(list)
     seen: Counter[str] = Counter()
     for step in sorted(steps, reverse=True):
-        for sample in sorted(steps[step], key=lambda one: one.reward or 0.0, reverse=best):
+        for sample in sorted(steps[step], key=lambda item: item.reward or 0.0, reverse=best):
             rounds[seen[sample.prompt]].append(sample)
             seen[sample.prompt] += 1
     return [sample for turn in sorted(rounds) for sample in rounds[turn]][:num]

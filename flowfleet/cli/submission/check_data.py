@@ -16,25 +16,25 @@ _SHOWN = 100
 
 def check_data(spec: JobSpec) -> list[dict[str, Any]]:
     """Number, first prompt and metadata of each data set. Raises ValueError with all that is wrong."""
-    problems, found = [], []
-    for setting, place, columns in spec.data_files:
+    problems, files = [], []
+    for setting, source, columns in spec.data_files:
         try:
-            prompts = read_prompts(place, columns)
+            prompts = read_prompts(source, columns)
         except ValueError as error:
             problems.append(f"{setting}: {error}")
             continue
         first = prompts[0]
         about = {"first": first.text, "metadata": list(first.metadata)}
-        found.append({"data": setting.removeprefix("data."), "prompts": len(prompts), **about})
+        files.append({"data": setting.removeprefix("data."), "prompts": len(prompts), **about})
     if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return files
 
 
-def show_data(found: Iterable[dict[str, Any]], out: Console) -> None:
+def show_data(files: Iterable[dict[str, Any]], out: Console) -> None:
     """Prints a line or two of each data set."""
-    for one in found:
-        first = escape(repr(one["first"][:_SHOWN]))
-        out.print(f"data.{one['data']}: {one['prompts']} prompts, first {first}", highlight=False)
-        if one["metadata"]:
-            out.print(f"  metadata: {escape(', '.join(one['metadata']))}", highlight=False)
+    for file in files:
+        first = escape(repr(file["first"][:_SHOWN]))
+        out.print(f"data.{file['data']}: {file['prompts']} prompts, first {first}", highlight=False)
+        if file["metadata"]:
+            out.print(f"  metadata: {escape(', '.join(file['metadata']))}", highlight=False)

@@ -60,9 +60,9 @@ def show(explained: Explained, console: Console) -> None:
         _print(console, f"\nwarning: {warning}")
     _print(console, "\n# `flowfleet plan` predicts what it needs")
     _print(console, "# Its processes on a local stack; port 0: a free one, chosen at start")
-    for one in explained.processes:
-        environment = ", ".join(one.environment) or "inherited"
-        _print(console, f"\n{one.name}:\n  {shlex.join(one.argv)}\n  environment: {environment}")
+    for process in explained.processes:
+        environment = ", ".join(process.environment) or "inherited"
+        _print(console, f"\n{process.name}:\n  {shlex.join(process.argv)}\n  environment: {environment}")
     if explained.placement_warning:
         _print(console, f"\nwarning: {explained.placement_warning}")
 

@@ -62,8 +62,8 @@ def try_reward(
     else:
         with connect(url, ca) as client:
             job = client.find(job_id)
-            found = client.samples(job.id, purpose=purpose, step=step)
-            rows = list(found if step is not None else islice(found, limit))
+            listed = client.samples(job.id, purpose=purpose, step=step)
+            rows = list(listed if step is not None else islice(listed, limit))
             if not rows:
                 raise ValueError(f"job {job.id} has no such {purpose} samples")
             name = name or _only_reward(job)
@@ -74,7 +74,7 @@ def try_reward(
     with serving(tried, timeout) as address:
         trial = ask(address, samples, params, timeout, stored)
     tell(trial, json_, lambda: _show(trial))
-    if any(one.error for one in trial.samples):
+    if any(sample.error for sample in trial.samples):
         raise typer.Exit(1)
 
 
@@ -119,9 +119,9 @@ def _metadata(job: Job) -> dict[str, Mapping[str, str]]:
     from flowfleet.prompts.stores import read_prompts
 
     known: dict[str, Mapping[str, str]] = {}
-    for setting, place, columns in parse_job(job.spec).data_files:
+    for setting, source, columns in parse_job(job.spec).data_files:
         try:
-            known |= {one.text: one.metadata for one in read_prompts(place, columns)}
+            known |= {prompt.text: prompt.metadata for prompt in read_prompts(source, columns)}
         except ValueError as error:
             text = f"metadata of the prompts of {setting} is not sent: {error}"
             err.print(f"[yellow]note:[/yellow] {escape(text)}", highlight=False)
@@ -134,8 +134,8 @@ def _metadata(job: Job) -> dict[str, Mapping[str, str]]:
 def _show(trial: Trial) -> None:
     is_compared = trial.stored_mean is not None
     made = table("SAMPLE", "SCORE", *(("STORED", "DIFFERENCE") if is_compared else ()), "COMPONENTS")
-    for one in trial.samples:
-        made.add_row(one.sample, *_cells(one, is_compared))
+    for sample in trial.samples:
+        made.add_row(sample.sample, *_cells(sample, is_compared))
     out.print(made)
     parts = [trial.service, f"mean {number(trial.mean)}"]
     if is_compared:
@@ -144,7 +144,7 @@ def _show(trial: Trial) -> None:
     out.print("\n" + ", ".join(parts), highlight=False, markup=False)
 
 
-def _cells(one: Tried, is_compared: bool) -> Sequence[str | Text]:
-    last = ", ".join(f"{name} {number(value)}" for name, value in one.components.items())
-    beside = [number(one.stored), number(one.difference)] if is_compared else []
-    return [number(one.score), *beside, Text(one.error, style="red") if one.error else Text(last)]
+def _cells(sample: Tried, is_compared: bool) -> Sequence[str | Text]:
+    last = ", ".join(f"{name} {number(value)}" for name, value in sample.components.items())
+    beside = [number(sample.stored), number(sample.difference)] if is_compared else []
+    return [number(sample.score), *beside, Text(sample.error, style="red") if sample.error else Text(last)]

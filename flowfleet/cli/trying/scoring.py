@@ -66,14 +66,14 @@ def try_reward(
         described, scores = asyncio.run(_ask(address, samples, params, timeout_s))
     except grpc.aio.AioRpcError as error:
         raise ValueError(f"{address}: {rpc_error_message(error)}") from None
-    return compared(described, [_tried(scores.get(one.sample_id), one.sample_id, stored) for one in samples])
+    return compared(described, [_tried(scores.get(sample.sample_id), sample.sample_id, stored) for sample in samples])
 
 
 def compared(service: str, tried: Sequence[Tried]) -> Trial:
     """Sums up. Pure."""
-    both = [(one.score, one.stored) for one in tried if one.score is not None and one.stored is not None]
-    new, old = (np.array([pair[place] for pair in both], np.float64) for place in (0, 1))
-    scores = [one.score for one in tried if one.score is not None]
+    both = [(sample.score, sample.stored) for sample in tried if sample.score is not None and sample.stored is not None]
+    new, old = (np.array([pair[side] for pair in both], np.float64) for side in (0, 1))
+    scores = [sample.score for sample in tried if sample.score is not None]
     mean = float(new.mean()) if both else float(np.mean(scores)) if scores else None
     return Trial(
         service=service,
@@ -89,11 +89,11 @@ def _differ(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> bool:
     return len(values) > 1 and bool(values.min() < values.max())
 
 
-def _tried(found: RewardScore | None, name: str, stored: Mapping[str, float | None]) -> Tried:
-    if found is None or found.WhichOneof("outcome") != "score":
-        error = found.error if found is not None else "the service gave no score"
+def _tried(score: RewardScore | None, name: str, stored: Mapping[str, float | None]) -> Tried:
+    if score is None or score.WhichOneof("outcome") != "score":
+        error = score.error if score is not None else "the service gave no score"
         return Tried(name, None, error, stored=stored.get(name))
-    return Tried(name, found.score, components=dict(found.components), stored=stored.get(name))
+    return Tried(name, score.score, components=dict(score.components), stored=stored.get(name))
 
 
 async def _ask(
