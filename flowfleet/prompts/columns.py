@@ -53,8 +53,8 @@ def read_row(row: Any, url: str, number: int, columns: Columns) -> Prompt:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {columns.expected()}")
     try:
-        own, others = _plan(tuple(row), columns)
-        return checked(_prompt(row, url, where, columns, own, others))
+        known, others = _plan(tuple(row), columns)
+        return checked(_prompt(row, url, where, columns, known, others))
     except _Misshapen:
         raise ValueError(f"{where}: {columns.expected()}") from None
     except UnicodeEncodeError:
@@ -87,10 +87,10 @@ def _plan(names: tuple[str, ...], columns: Columns) -> tuple[frozenset[str], tup
 
 
 def _prompt(
-    row: Mapping[str, Any], url: str, where: str, columns: Columns, own: frozenset[str], others: tuple[str, ...]
+    row: Mapping[str, Any], url: str, where: str, columns: Columns, known: frozenset[str], others: tuple[str, ...]
 ) -> Prompt:
-    text, negative = row[columns.prompt], row["negative_prompt"] if "negative_prompt" in own else None
-    images = [path for name in LISTS if name in own for path in _paths(name, row[name])]
+    text, negative = row[columns.prompt], row["negative_prompt"] if "negative_prompt" in known else None
+    images = [path for name in LISTS if name in known for path in _paths(name, row[name])]
     if text is None:
         raise ValueError(f"the column {columns.prompt!r} is empty")
     if not (isinstance(text, str) and isinstance(negative, str | None)):
@@ -100,7 +100,7 @@ def _prompt(
         raise _Misshapen
     return Prompt(
         text=text,
-        metadata=_metadata(row, own, others),
+        metadata=_metadata(row, known, others),
         images=tuple([beside(url, path) for path in images]),
         media=tuple([beside(url, path) for path in media]),
         negative=negative,
@@ -117,9 +117,9 @@ def _paths(name: str, value: Any) -> list[Any]:
     return paths
 
 
-def _metadata(row: Mapping[str, Any], own: frozenset[str], others: tuple[str, ...]) -> dict[str, str]:
+def _metadata(row: Mapping[str, Any], known: frozenset[str], others: tuple[str, ...]) -> dict[str, str]:
     """The `metadata` column and all columns without a meaning. An empty cell adds nothing."""
-    given = (row["metadata"] if "metadata" in own else None) or {}
+    given = (row["metadata"] if "metadata" in known else None) or {}
     if not isinstance(given, dict):
         raise _Misshapen
     metadata = {key: _text(value) for key, value in given.items()}
@@ -141,23 +141,23 @@ def _near(name: str, known: tuple[str, ...]) -> str:
     if name in known or name.rstrip("0123456789_-") in known:
         return ""
     plain = _plain(name)
-    return next((own for own in known if _edits(plain, _plain(own)) <= (2 if len(own) > 9 else 1)), "")
+    return next((ours for ours in known if _edits(plain, _plain(ours)) <= (2 if len(ours) > 9 else 1)), "")
 
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.casefold() if character.isalnum())
 
 
-def _edits(one: str, other: str) -> int:
+def _edits(a: str, b: str) -> int:
     """Insertions, deletions, replacements and swaps of neighbors between two names; more than 2 count as 3."""
-    if abs(len(one) - len(other)) > 2:
+    if abs(len(a) - len(b)) > 2:
         return 3
-    rows = [list(range(len(other) + 1))]
-    for i, left in enumerate(one, 1):
+    rows = [list(range(len(b) + 1))]
+    for i, left in enumerate(a, 1):
         row = [i]
-        for j, right in enumerate(other, 1):
+        for j, right in enumerate(b, 1):
             cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (left != right))
-            if i > 1 and j > 1 and left == other[j - 2] and right == one[i - 2]:
+            if i > 1 and j > 1 and left == b[j - 2] and right == a[i - 2]:
                 cost = min(cost, rows[-2][j - 2] + 1)
             row.append(cost)
         rows.append(row)

@@ -41,69 +41,69 @@ _BREAKS = tuple(map(str.encode, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"))
 csv.field_size_limit(2 * MAX_METADATA_BYTES)
 
 
-def format_of(place: str, columns: Columns) -> Format:
+def format_of(source: str, columns: Columns) -> Format:
     """Format of a path or URL by its suffix. Raises ValueError for an unknown suffix, and for preferences in text."""
-    path = urlsplit(place).path if place.startswith(("http://", "https://")) else place
+    path = urlsplit(source).path if source.startswith(("http://", "https://")) else source
     suffix = PurePath(path).suffix.lower()
     if suffix not in SUFFIXES:
         told = f"ends in {suffix}" if suffix else "has no suffix"
         raise ValueError(
-            f"{place}: it {told}, which is no format of prompts: give {', '.join(SUFFIXES)} or a folder that "
+            f"{source}: it {told}, which is no format of prompts: give {', '.join(SUFFIXES)} or a folder that "
             "`datasets` saved"
         )
     if columns.kind == "preferences" and suffix == ".txt":
         rest = ", ".join(known for known in SUFFIXES if known != suffix)
-        raise ValueError(f"{place}: preferences have columns, and text has none: give {rest}")
+        raise ValueError(f"{source}: preferences have columns, and text has none: give {rest}")
     return SUFFIXES[suffix]
 
 
-def parse_prompts(data: bytes, place: str, columns: Columns | None = None, form: Format | None = None) -> list[Prompt]:
+def parse_prompts(data: bytes, source: str, columns: Columns | None = None, form: Format | None = None) -> list[Prompt]:
     """Reads all prompts of a file. `form`: the data's format, where the suffix does not tell it.
 
     Raises ValueError that names the file and the line or row that is wrong.
     """
     columns = columns or Columns()
-    form = form or format_of(place, columns)
+    form = form or format_of(source, columns)
     with _uncollected(data.count(b"\n")):
-        prompts = list(_prompts(_decoded(data, place), place, columns, form))
+        prompts = list(_prompts(_decoded(data, source), source, columns, form))
     if not prompts:
-        raise ValueError(f"{place}: holds no prompt")
+        raise ValueError(f"{source}: holds no prompt")
     return prompts
 
 
-def first_prompt(head: bytes, place: str, columns: Columns, form: Format) -> Prompt | None:
+def first_prompt(head: bytes, source: str, columns: Columns, form: Format) -> Prompt | None:
     """The first prompt of a file of lines, by its beginning."""
-    return next(_prompts(head.decode("utf-8-sig", errors="ignore"), place, columns, form), None)
+    return next(_prompts(head.decode("utf-8-sig", errors="ignore"), source, columns, form), None)
 
 
-def _decoded(data: bytes, place: str) -> str:
+def _decoded(data: bytes, source: str) -> str:
     if sum(map(data.count, _BREAKS)) > MAX_PROMPTS:
-        raise _too_many(place)
+        raise _too_many(source)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: prompts cannot be read: {error}; save the file as UTF-8") from None
+        raise ValueError(f"{source}: prompts cannot be read: {error}; save the file as UTF-8") from None
 
 
-def _prompts(text: str, place: str, columns: Columns, form: Format) -> Iterator[Prompt]:
+def _prompts(text: str, source: str, columns: Columns, form: Format) -> Iterator[Prompt]:
     if form == "text":
         return (
-            _line(line.strip(), f"{place}:{n}", columns) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+            _line(line.strip(), f"{source}:{n}", columns) for n, line in enumerate(text.splitlines(), 1) if line.strip()
         )
-    rows = {"csv": _csv_rows, "json": _json_rows}.get(form, _json_lines)(text, place, columns)
+    rows = {"csv": _csv_rows, "json": _json_rows}.get(form, _json_lines)(text, source, columns)
     numbered = itertools.islice(rows, MAX_PROMPTS + 1)
-    return (read_row(row, place, number, columns) for number, row in _limited(numbered, place))
+    return (read_row(row, source, number, columns) for number, row in _limited(numbered, source))
 
 
-def _limited(rows: Iterator[tuple[int, Any]], place: str) -> Iterator[tuple[int, Any]]:
+def _limited(rows: Iterator[tuple[int, Any]], source: str) -> Iterator[tuple[int, Any]]:
     for count, row in enumerate(rows):
         if count == MAX_PROMPTS:
-            raise _too_many(place)
+            raise _too_many(source)
         yield row
 
 
-def _too_many(place: str) -> ValueError:
-    return ValueError(f"{place}: a prompt file has at most {MAX_PROMPTS} lines: leave some out")
+def _too_many(source: str) -> ValueError:
+    return ValueError(f"{source}: a prompt file has at most {MAX_PROMPTS} lines: leave some out")
 
 
 def _line(line: str, where: str, columns: Columns) -> Prompt:
@@ -116,25 +116,25 @@ def _line(line: str, where: str, columns: Columns) -> Prompt:
 # -- rows: each with the number of its line or its own ---------------------------------------------------------------
 
 
-def _json_lines(text: str, place: str, columns: Columns) -> Iterator[tuple[int, Any]]:
+def _json_lines(text: str, source: str, columns: Columns) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield number, _json(line, f"{place}:{number}", columns.expected())
+            yield number, _json(line, f"{source}:{number}", columns.expected())
 
 
-def _json_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, Any]]:
+def _json_rows(text: str, source: str, columns: Columns) -> Iterator[tuple[int, Any]]:
     if sum(map(text.count, "{[,")) > MAX_JSON_PARTS:
-        raise ValueError(f"{place}: it has more than {MAX_JSON_PARTS} parts: give .jsonl, which is read line by line")
+        raise ValueError(f"{source}: it has more than {MAX_JSON_PARTS} parts: give .jsonl, which is read line by line")
     expected = "expected a list of objects, or of texts"
-    rows = _json(text, place, expected)
+    rows = _json(text, source, expected)
     if not isinstance(rows, list):
-        raise ValueError(f"{place}: {expected}")
+        raise ValueError(f"{source}: {expected}")
     yield from enumerate(({columns.prompt: row} if isinstance(row, str) else row for row in rows), 1)
 
 
 def _json(text: str, where: str, expected: str) -> Any:
     try:
-        found = _DECODER.decode(text)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError:
         raise ValueError(f"{where}: {expected}") from None
     except RecursionError:
@@ -142,31 +142,31 @@ def _json(text: str, where: str, expected: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if "\\u" in text:
-        _check_characters(found, where)
-    return found
+        _check_characters(value, where)
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs. Raises ValueError for a key that it gives twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice: leave one out")
-    return found
+    return fields
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _check_characters(found: Any, where: str) -> None:
+def _check_characters(value: Any, where: str) -> None:
     """Raises ValueError for what JSON can escape and no message can hold."""
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(f"{where}: holds half of a surrogate pair, which is no character") from None
 
 
-def _csv_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, Any]]:
+def _csv_rows(text: str, source: str, columns: Columns) -> Iterator[tuple[int, Any]]:
     """An empty cell is None. Paths and `metadata` are JSON in their cells; of one file its path is enough."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -186,7 +186,7 @@ def _csv_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, An
                 )
             yield reader.line_num, {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True)}
     except (csv.Error, ValueError) as error:
-        raise ValueError(f"{place}:{max(1, reader.line_num)}: {error}") from None
+        raise ValueError(f"{source}:{max(1, reader.line_num)}: {error}") from None
 
 
 def _cell(name: str, cell: str) -> Any:

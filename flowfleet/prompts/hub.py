@@ -20,38 +20,38 @@ _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 _SHOWN = 5
 
 
-def is_dataset(place: str) -> bool:
+def is_dataset(url: str) -> bool:
     """Returns True if a place names a data set or a split. The Hub has to list its files."""
-    return place.startswith(SCHEME) and (len(_parts(place)) < 3 or not _is_file(place))
+    return url.startswith(SCHEME) and (len(_parts(url)) < 3 or not _is_file(url))
 
 
-def check_place(place: str) -> None:
+def check_place(url: str) -> None:
     """Raises ValueError for names that cannot be a data set of the Hub. Makes no request."""
-    organization, name, *rest = [*_parts(place), "", ""]
+    organization, name, *rest = [*_parts(url), "", ""]
     revision = name.partition("@")[2]
-    if not place.startswith(_ROOT) or not (_PLAIN.fullmatch(organization) and _PLAIN.fullmatch(name.partition("@")[0])):
-        raise ValueError(f"{place}: it names no data set of the Hub: {_SHAPE}")
+    if not url.startswith(_ROOT) or not (_PLAIN.fullmatch(organization) and _PLAIN.fullmatch(name.partition("@")[0])):
+        raise ValueError(f"{url}: it names no data set of the Hub: {_SHAPE}")
     if ".." in (organization, name, *rest) or ("@" in name and not _PLAIN.fullmatch(revision)):
-        raise ValueError(f"{place}: a plain revision and a path without .. are read: {_SHAPE}")
+        raise ValueError(f"{url}: a plain revision and a path without .. are read: {_SHAPE}")
 
 
-def files_of(place: str) -> list[str]:
+def files_of(url: str) -> list[str]:
     """URLs of the files of a data set's split, in order; of the split `train` where none is named.
 
     Raises ValueError where there is no such split or more than one, and OSError as the Hub does."""
-    check_place(place)
-    organization, name, *rest = _parts(place)
+    check_place(url)
+    organization, name, *rest = _parts(url)
     repo, split = f"datasets/{organization}/{name}", "/".join(rest) or "train"
     inside = {path: path.removeprefix(f"{repo}/") for path in sorted(_files().find(repo)) if _is_file(path)}
-    found = [path for path, short in inside.items() if _is_of(short, split)]
-    if not found and not rest and len(inside) == 1:
-        found = list(inside)
+    files = [path for path, short in inside.items() if _is_of(short, split)]
+    if not files and not rest and len(inside) == 1:
+        files = list(inside)
     shown = ", ".join(list(inside.values())[:_SHOWN]) or "none that can be read"
-    if not found:
-        raise ValueError(f"{place}: no file of the split {split!r}; its files are {shown}: name a split or a file")
-    if len({(str(PurePosixPath(path).parent), PurePosixPath(path).suffix.lower()) for path in found}) > 1:
-        raise ValueError(f"{place}: {split!r} is in several folders or formats ({shown}): name one file")
-    return [f"{SCHEME}{path}" for path in found]
+    if not files:
+        raise ValueError(f"{url}: no file of the split {split!r}; its files are {shown}: name a split or a file")
+    if len({(str(PurePosixPath(path).parent), PurePosixPath(path).suffix.lower()) for path in files}) > 1:
+        raise ValueError(f"{url}: {split!r} is in several folders or formats ({shown}): name one file")
+    return [f"{SCHEME}{path}" for path in files]
 
 
 def open_file(url: str) -> BinaryIO:
@@ -76,8 +76,8 @@ def _files() -> Any:
     )
 
 
-def _parts(place: str) -> list[str]:
-    return [part for part in place.removeprefix(_ROOT).split("/") if part]
+def _parts(url: str) -> list[str]:
+    return [part for part in url.removeprefix(_ROOT).split("/") if part]
 
 
 def _is_file(path: str) -> bool:

@@ -16,49 +16,49 @@ MAX_FILE_BYTES = 1 << 30
 """Largest file of prompts."""
 
 
-def read_prompts(place: str, columns: Columns) -> list[Prompt]:
+def read_prompts(source: str, columns: Columns) -> list[Prompt]:
     """Reads all prompts of a file, folder or URL. Raises ValueError with the mistake, or with the store's message."""
     try:
-        return _read(place, columns)
+        return _read(source, columns)
     except OSError as error:
-        raise ValueError(f"{place}: cannot be read: {error}") from None
+        raise ValueError(f"{source}: cannot be read: {error}") from None
 
 
-def _read(place: str, columns: Columns) -> list[Prompt]:
-    if hub.is_dataset(place):
-        return [prompt for file in hub.files_of(place) for prompt in _read(file, columns)]
-    if "://" not in place and (folder := Path(place)).is_dir():
-        names = saved_files(place, (folder / "state.json").read_bytes())
+def _read(source: str, columns: Columns) -> list[Prompt]:
+    if hub.is_dataset(source):
+        return [prompt for file in hub.files_of(source) for prompt in _read(file, columns)]
+    if "://" not in source and (folder := Path(source)).is_dir():
+        names = saved_files(source, (folder / "state.json").read_bytes())
         rows = b"".join(
             rows_as_json_lines(
                 io.BytesIO((folder / name).read_bytes()), "arrow", MAX_FILE_BYTES, sorted(columns.ignored)
             )
             for name in names
         )
-        return parse_prompts(rows, f"{place}/", columns, "jsonl")
-    form = format_of(place, columns)
-    with _open(place) as file:
+        return parse_prompts(rows, f"{source}/", columns, "jsonl")
+    form = format_of(source, columns)
+    with _open(source) as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"{place} is too large: a prompt file has at most {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"{source} is too large: a prompt file has at most {MAX_FILE_BYTES} bytes")
     if form in ("parquet", "arrow"):
         data, form = rows_as_json_lines(io.BytesIO(data), "parquet", MAX_FILE_BYTES, sorted(columns.ignored)), "jsonl"
-    return parse_prompts(data, place, columns, form)
+    return parse_prompts(data, source, columns, form)
 
 
-def _open(place: str) -> BinaryIO:
-    if place.startswith(hub.SCHEME):
-        return hub.open_file(place)
-    if place.startswith(("http://", "https://")):
-        return _download(place)
-    if "://" not in place:
-        return Path(place).open("rb")
+def _open(source: str) -> BinaryIO:
+    if source.startswith(hub.SCHEME):
+        return hub.open_file(source)
+    if source.startswith(("http://", "https://")):
+        return _download(source)
+    if "://" not in source:
+        return Path(source).open("rb")
     try:
         import fsspec
 
-        return cast(BinaryIO, fsspec.open(place, "rb").open())
+        return cast(BinaryIO, fsspec.open(source, "rb").open())
     except ImportError as error:
-        raise ValueError(f"{place}: {error}") from None
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _download(url: str) -> BinaryIO:

@@ -14,19 +14,19 @@ NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}\.(?:{'|'.join(suffix[1:] for suffix 
 _PLACE = re.compile(rf"{SCHEME}({DIGEST})/({NAME})")
 
 
-def is_upload(place: str) -> bool:
+def is_upload(name: str) -> bool:
     """Returns True if a place is meant as an upload."""
-    return place.startswith(SCHEME)
+    return name.startswith(SCHEME)
 
 
 def place_of(digest: str, name: str) -> str:
     return f"{SCHEME}{digest}/{name}"
 
 
-def parts_of(place: str) -> tuple[str, str] | None:
+def parts_of(name: str) -> tuple[str, str] | None:
     """Digest and name; None for what names no upload."""
-    found = _PLACE.fullmatch(place)
-    return None if found is None else (found[1], found[2])
+    match = _PLACE.fullmatch(name)
+    return None if match is None else (match[1], match[2])
 
 
 def name_of(path: PurePath) -> str:
