@@ -124,9 +124,9 @@ def verify(ref: BlobRef, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     """`data`, when it is what the reference says; else DataLoss."""
     if len(data) != ref.size_bytes:
         raise DataLoss(f"blob {ref.uri} has {len(data)} bytes, its reference says {ref.size_bytes}")
-    found = digest(data, chunk_bytes)
-    if found != ref.sha256:
-        raise DataLoss(f"blob {ref.uri} has SHA-256 {found}, its reference says {ref.sha256}")
+    actual = digest(data, chunk_bytes)
+    if actual != ref.sha256:
+        raise DataLoss(f"blob {ref.uri} has SHA-256 {actual}, its reference says {ref.sha256}")
     return data
 
 

@@ -226,15 +226,15 @@ class ReplicaDirectory:
 
     async def get(self, replica_id: str) -> ReplicaRecord | None:
         """Also of one that is not renewed any more, until somebody looks."""
-        found = await self._redis.hget(self._keys[0], replica_id)
-        return None if found is None else ReplicaRecord.from_json(found)
+        record = await self._redis.hget(self._keys[0], replica_id)
+        return None if record is None else ReplicaRecord.from_json(record)
 
     async def look(self, revision: int = 0) -> Look:
         """Returns the records that changed after a revision. Forgets replicas that are gone."""
         ages = [int(1000 * EXPIRES_S), int(1000 * STALE_S)]
         given = [revision, LOOK_COUNT, *ages, MAX_DRIFT_MS, *self._steadiness.expected()]
-        found = await self._look(keys=self._keys, args=given)
-        reached, number, records, stale, now_ms = found
+        answer = await self._look(keys=self._keys, args=given)
+        reached, number, records, stale, now_ms = answer
         self._steadiness.seen(now_ms)
         changed, unreadable = [], []
         for name, record in zip(records[::2], records[1::2], strict=True):

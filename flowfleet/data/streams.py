@@ -110,13 +110,13 @@ class TrajectoryConsumer:
             return []
         times = {_text(item["message_id"]): int(item["times_delivered"]) + 1 for item in pending}
         claimed: Any = await self._redis.xclaim(self._key, self._group, self._consumer, idle, list(times))
-        found = {_text(entry_id): fields for entry_id, fields in claimed if entry_id is not None}
-        await self._acknowledge_missing(set(times) - set(found))
-        worn = [entry_id for entry_id in found if times[entry_id] > self._max_deliveries]
+        present = {_text(entry_id): fields for entry_id, fields in claimed if entry_id is not None}
+        await self._acknowledge_missing(set(times) - set(present))
+        worn = [entry_id for entry_id in present if times[entry_id] > self._max_deliveries]
         for entry_id in worn:
             reason = f"delivered {times[entry_id] - 1} times without being acknowledged"
-            await self._dead_letter(entry_id, found.pop(entry_id), reason)
-        return await self._decoded([(entry_id, fields, times[entry_id]) for entry_id, fields in found.items()])
+            await self._dead_letter(entry_id, present.pop(entry_id), reason)
+        return await self._decoded([(entry_id, fields, times[entry_id]) for entry_id, fields in present.items()])
 
     async def ack(self, entry_ids: Sequence[str], pipe: Pipeline | None = None) -> None:
         """Acknowledges, now or as part of the caller's pipeline (its MULTI, with the effect)."""

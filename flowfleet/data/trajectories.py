@@ -168,9 +168,9 @@ def save_blob(tensors: dict[str, Tensor], kind: str) -> bytes:
 
 
 def load_blob(data: bytes, kind: str) -> dict[str, Tensor]:
-    found = _kind(data)
-    if found != kind:
-        raise DataLoss(f"expected a blob of format {kind}, found {found}")
+    actual = _kind(data)
+    if actual != kind:
+        raise DataLoss(f"expected a blob of format {kind}, found {actual}")
     try:
         return dict(safetensors.torch.load(data))
     except (SafetensorError, ValueError, KeyError) as error:

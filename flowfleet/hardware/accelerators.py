@@ -42,7 +42,7 @@ def missing_devices(
     if wanted == "auto" and not devices:
         return ""
     kinds = VISIBLE if wanted == "auto" else (wanted,)
-    number = next((found for kind in kinds if (found := (count or _count)(kind))), 0)
+    number = next((available for kind in kinds if (available := (count or _count)(kind))), 0)
     if not number and not devices:
         return f"FLOWFLEET_DEVICE is {wanted}, but this machine has no such accelerator"
     if missing := [name for name in devices if not [*_named(name, number)]]:

@@ -59,15 +59,15 @@ def read_records(directory: Path) -> Iterator[Record]:
 
 def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Process]:
     """Returns all live processes of the stack, except this one."""
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for process in [*_recorded(records, state_dir), *_marked(state_dir)]:
-        found[process.pid] = process
+        by_pid[process.pid] = process
         try:
-            found.update((child.pid, child) for child in process.children(recursive=True))
+            by_pid.update((child.pid, child) for child in process.children(recursive=True))
         except psutil.Error:
             continue  # it ended meanwhile; its children carry the mark
-    found.pop(os.getpid(), None)
-    return [process for process in found.values() if _runs(process)]
+    by_pid.pop(os.getpid(), None)
+    return [process for process in by_pid.values() if _runs(process)]
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[psutil.Process]:

@@ -60,8 +60,8 @@ def parse_reward(text: str) -> Reward:
 
 
 def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:
-    place = _existing(file, text)
-    return (f"function={place.stem}:{function}", f"path={place.parent}", f"name={name}")
+    path = _existing(file, text)
+    return (f"function={path.stem}:{function}", f"path={path.parent}", f"name={name}")
 
 
 def _of_settings(name: str, file: Path) -> Reward:

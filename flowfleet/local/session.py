@@ -52,14 +52,14 @@ def plan_stack(options: StackOptions) -> Plan:
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
     ports = free_ports(ports_needed(options))
-    state, own = StateDir(options.state_dir), StackSecrets()
-    secrets.write(state.secrets, own.environments(ports[0]))
+    state, passwords = StateDir(options.state_dir), StackSecrets()
+    secrets.write(state.secrets, passwords.environments(ports[0]))
     secrets.make_private(state.redis)
     try:
-        redis_argv = command(state.redis, ports[0], own.operator, own.redis, fsync="everysec")
+        redis_argv = command(state.redis, ports[0], passwords.operator, passwords.redis, fsync="everysec")
     except Unavailable as error:
         raise StackError(str(error)) from None
-    return make_plan(options, ports, redis_argv, own, place_stack(options))
+    return make_plan(options, ports, redis_argv, passwords, place_stack(options))
 
 
 def place_stack(options: StackOptions) -> Placement:

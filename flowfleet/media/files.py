@@ -111,8 +111,8 @@ class OpenedMedia:
         with _reading(self.data, self.media_type):
             if self.picture is None:
                 frames = np.empty((self.num_frames, self.height, self.width, 3), np.uint8)
-                for place, picture in enumerate(self.frames()):
-                    frames[place] = picture
+                for index, picture in enumerate(self.frames()):
+                    frames[index] = picture
                 return frames
             return np.asarray(ImageOps.exif_transpose(self.picture).convert("RGB"))[None]
 
@@ -290,9 +290,9 @@ class _SecondReader(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        place = self._buffer.tell()
+        position = self._buffer.tell()
         self._buffer.seek(self._place)
         data = self._buffer.read(size)
         self._place += len(data)
-        self._buffer.seek(place)
+        self._buffer.seek(position)
         return data

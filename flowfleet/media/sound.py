@@ -53,13 +53,13 @@ def _parts(data: bytes, form: str) -> Iterator[NDArray[np.float32]]:
 
     resampler = av.AudioResampler(format="fltp", rate=SOUND_RATE)
     with av.open(io.BytesIO(data), "r", format=form, metadata_errors="replace") as container:
-        found: Any = container
-        if not found.streams.audio:
+        opened: Any = container
+        if not opened.streams.audio:
             return
-        stream = found.streams.audio[0]
+        stream = opened.streams.audio[0]
         if not (stream.codec_context.name.startswith("pcm_") or stream.codec_context.name in SOUND_CODECS):
             raise MediaError("undecodable", f"codec {stream.codec_context.name} of a sound is not read")
-        for frame in found.decode(stream):
+        for frame in opened.decode(stream):
             for part in resampler.resample(frame):
                 yield _mono(part)
         for part in resampler.resample(None):
@@ -68,8 +68,8 @@ def _parts(data: bytes, form: str) -> Iterator[NDArray[np.float32]]:
 
 def _mono(part: Any) -> NDArray[np.float32]:
     """The mean of all channels, which never exceeds the loudest."""
-    found: NDArray[np.float32] = part.to_ndarray().mean(axis=0, dtype=np.float32)
-    return found
+    mean: NDArray[np.float32] = part.to_ndarray().mean(axis=0, dtype=np.float32)
+    return mean
 
 
 def _broken(data: bytes, media_type: str, why: str) -> MediaError:

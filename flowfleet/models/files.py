@@ -64,8 +64,8 @@ class WeightFiles:
         for _, names, shape in expected:
             wanted = shape[1:] if len(names) > 1 else shape
             for name in names:
-                if (found := self.shape(name)) != wanted:
-                    raise ValueError(f"{name} in {self.folder} has shape {found}, its configuration says {wanted}")
+                if (held := self.shape(name)) != wanted:
+                    raise ValueError(f"{name} in {self.folder} has shape {held}, its configuration says {wanted}")
 
     @torch.no_grad()
     def fill(self, module: nn.Module, stored: StoredNames, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -49,8 +49,8 @@ def flow_match_schedule(
     """
     _require_steps(num_steps)
     scheduler_class: Any = FlowMatchEulerDiscreteScheduler
-    own = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
-    scheduler = scheduler_class.from_config({**config, **own})
+    overrides = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+    scheduler = scheduler_class.from_config({**config, **overrides})
     with np.errstate(invalid="ignore"):  # One step under a terminal shift is 0 / 0; it is refused below.
         scheduler.set_timesteps(num_steps, sigmas=levels(num_steps), mu=_shift(scheduler.config, num_image_tokens))
     sigmas = scheduler.sigmas

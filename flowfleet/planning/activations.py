@@ -79,13 +79,13 @@ def measure(
     if compiled:
         exact = compiled_bytes(largest, blocks[largest].args, blocks[largest].kwargs)
         factor = exact / max(1, eager - blocks[largest].inputs)
-    saved = {block: max(0, found.saved - found.inputs) * factor for block, found in blocks.items()}
+    saved = {block: max(0, record.saved - record.inputs) * factor for block, record in blocks.items()}
     return Activations(
         rows=rows,
         outside=recorder.outside,
-        inputs=sum(found.inputs * stands_for[block] for block, found in blocks.items()),
+        inputs=sum(record.inputs * stands_for[block] for block, record in blocks.items()),
         saved=int(sum(saved[block] * stands_for[block] for block in blocks)),
-        costly=sum(found.costly * stands_for[block] for block, found in blocks.items()),
+        costly=sum(record.costly * stands_for[block] for block, record in blocks.items()),
         largest=int(saved[largest]),
         working=int(extra * min(1.0, factor)),
     )
@@ -124,11 +124,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._current = found = self.blocks[block]
-        found.args, found.kwargs = args, kwargs
+        self._current = record = self.blocks[block]
+        record.args, record.kwargs = args, kwargs
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                found.inputs += _new_bytes(leaf, self._inputs)
+                record.inputs += _new_bytes(leaf, self._inputs)
 
     def _leave(self, *_: object) -> None:
         self._current = None
@@ -158,17 +158,17 @@ def _new_bytes(tensor: Tensor, known: dict[int, Any]) -> int:
     return int(storage.nbytes())
 
 
-def _working(block: nn.Module, found: _Block) -> int:
+def _working(block: nn.Module, record: _Block) -> int:
     """Bytes that a block's forward and backward hold at most beyond what it saves."""
 
     def fresh(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
-    args, kwargs = tree_map_only(Tensor, fresh, (found.args, found.kwargs))
+    args, kwargs = tree_map_only(Tensor, fresh, (record.args, record.kwargs))
     with LiveBytes() as live, MetaRun():
         results = [leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)]
         wanted = [result for result in results if result.requires_grad]
         torch.autograd.backward(wanted, [torch.empty_like(result) for result in wanted])
     for parameter in block.parameters():
         parameter.grad = None
-    return int(max(0, live.peak - found.saved + found.inputs))
+    return int(max(0, live.peak - record.saved + record.inputs))

@@ -25,9 +25,9 @@ def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
         return
     options = (_state(spec), _checkpointing(spec), _rows(spec), _sharding(spec), _ranks(spec), _samples(spec))
     enough = [next((change for change in option if _fits(spec, facts, change, limit)), None) for option in options]
-    found = [_line(spec, facts, change, limit) for change in enough if change is not None]
-    if found:
-        yield from (f"trainer: {line}" for line in found)
+    lines = [_line(spec, facts, change, limit) for change in enough if change is not None]
+    if lines:
+        yield from (f"trainer: {line}" for line in lines)
         return
     least: Change = {"gradient_checkpointing": "full", "micro_batch_size": 1}
     together = next((least | ranks for ranks in [{}, *_ranks(spec)] if _fits(spec, facts, least | ranks, limit)), None)

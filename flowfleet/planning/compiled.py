@@ -72,9 +72,9 @@ class _Partition:
 def _saved_bytes(forward: fx.GraphModule, num_outputs: int) -> int:
     """Bytes that the forward's graph returns beyond its outputs. Outputs count as the next block's inputs."""
     (results,) = next(node.args for node in forward.graph.nodes if node.op == "output")
-    found: Any = results
-    outputs = {_root(node) for node in found[:num_outputs] if isinstance(node, fx.Node)}
-    saved = {_root(node) for node in found[num_outputs:] if isinstance(node, fx.Node)}
+    nodes: Any = results
+    outputs = {_root(node) for node in nodes[:num_outputs] if isinstance(node, fx.Node)}
+    saved = {_root(node) for node in nodes[num_outputs:] if isinstance(node, fx.Node)}
     return sum(_bytes(node) for node in saved - outputs if node.op != "placeholder")
 
 

@@ -81,7 +81,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     flops = count_model(skeleton, spec)
     if spec.trainer.mode == "full":
         expert.requires_grad_(True)
-    own = blocks(expert)
+    inner = blocks(expert)
     with shortened(expert) as stands_for:
         adapter = _of_all_blocks(_adapter_numel, expert, stands_for) * len(experts)
         merged = _of_all_blocks(_adapted_bytes, expert, stands_for) * len(experts)
@@ -94,7 +94,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         params=params,
         trained=adapter if spec.trainer.mode == "lora" else params,
         block=block,
-        outside=_outside(expert, own),
+        outside=_outside(expert, inner),
         fp8=fp8,
         fp8_experts=fp8_experts,
         merged_bytes=merged,
@@ -182,8 +182,8 @@ def _adapted_bytes(module: nn.Module) -> int:
     return sum(_nbytes(base.weight) for base in bases)
 
 
-def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
-    inside = {id(parameter) for block in own for parameter in block.parameters()}
+def _outside(expert: nn.Module, inner: Iterable[nn.Module]) -> int:
+    inside = {id(parameter) for block in inner for parameter in block.parameters()}
     return _numel(parameter for parameter in expert.parameters() if id(parameter) not in inside)
 
 

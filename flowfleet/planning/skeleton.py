@@ -153,12 +153,12 @@ def blocks(expert: nn.Module) -> list[nn.Module]:
 
 def _block_lists(expert: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
     """Lists of blocks: their owner, the name there, and the list."""
-    own = set(map(id, blocks(expert)))
+    block_ids = set(map(id, blocks(expert)))
     return [
         (owner, name, child)
         for owner in expert.modules()
         for name, child in owner.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) > 0 and all(id(block) in own for block in child)
+        if isinstance(child, nn.ModuleList) and len(child) > 0 and all(id(block) in block_ids for block in child)
     ]
 
 

@@ -41,7 +41,7 @@ def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: 
         f"--master-port={RENDEZVOUS_PORT}",
     ]
     ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
-    own = ["--sample-port", str(SAMPLE_PORT), "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
-    flags = ["--host", "0.0.0.0", *ports, *own]
+    sample_flags = ["--sample-port", str(SAMPLE_PORT), "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
+    flags = ["--host", "0.0.0.0", *ports, *sample_flags]
     never = "--max-restarts=0"  # a new trainer resumes from the last checkpoint
     return [*torchrun, never, "-m", "services.trainer", *flags]

@@ -180,8 +180,8 @@ def format_address(host: str, port: int) -> str:
 def check_address(address: str) -> str:
     """Returns the address, which is host:port of an IP address or a DNS name. Raises ValueError for anything else, such
     as another scheme of gRPC's (unix:, dns:, xds:), a path or a list."""
-    found = _ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found[2]) <= 65_535:
+    match = _ADDRESS.fullmatch(address)
+    if not match or not 0 < int(match[2]) <= 65_535:
         raise ValueError(f"address {address[:200]!r}: give HOST:PORT, as in 127.0.0.1:7001")
     return address
 

@@ -61,10 +61,10 @@ class Tracer:
 
     def __init__(self, service: str, protocol: str) -> None:
         """ImportError where the exporter of the protocol is not installed, ValueError for settings that cannot work."""
-        own: dict[str, str | int] = {SERVICE_NAMESPACE: "flowfleet", "process.pid": os.getpid()}
+        attributes: dict[str, str | int] = {SERVICE_NAMESPACE: "flowfleet", "process.pid": os.getpid()}
         if not os.environ.get("OTEL_SERVICE_NAME"):
-            own[SERVICE_NAME] = f"flowfleet-{service}"
-        self._provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
+            attributes[SERVICE_NAME] = f"flowfleet-{service}"
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(importlib.import_module(_EXPORTERS[protocol]).OTLPSpanExporter())
         self._provider.add_span_processor(self._processor)
         self._root = functools.lru_cache(maxsize=1024)(self._sampled_root)

@@ -78,14 +78,14 @@ def metric_name(name: str) -> str:
     reward or source has it as a label: critic/rewards/NAME/mean → "flowfleet_critic_reward_score_mean"."""
     if labels := _labels(name):
         parts = name.split("/")
-        name = "/".join([parts[0], *({"source": "source", "reward": "reward_score"}[one] for one in labels), parts[-1]])
+        name = "/".join([parts[0], *({"source": "source", "reward": "reward_score"}[tag] for tag in labels), parts[-1]])
     return "flowfleet_" + _INVALID.sub("_", name).strip("_")
 
 
 def _labels(name: str) -> dict[str, str]:
     """The source and the reward that a metric is of."""
-    found = _LABELED.fullmatch(name)
-    return {key: found[key] for key in ("source", "reward") if found[key] is not None} if found else {}
+    match = _LABELED.fullmatch(name)
+    return {key: match[key] for key in ("source", "reward") if match[key] is not None} if match else {}
 
 
 class JobMetrics:
@@ -110,7 +110,7 @@ class JobMetrics:
         """Removes the job's series, when it has ended, and what no other job has."""
         with self._lock:
             for key, series in self._series.items():
-                for labels in [one for one in series if one[0] == job_id]:
+                for labels in [item for item in series if item[0] == job_id]:
                     self._gauges[key].remove(*labels)
                     series.remove(labels)
             for key in [key for key, series in self._series.items() if not series]:

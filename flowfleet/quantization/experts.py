@@ -107,8 +107,8 @@ def _multiply(rows: Tensor, weight: Tensor, scale: Tensor, ends: Tensor) -> Tens
     parts, start = [], 0
     for number, end in enumerate(ends.tolist()):
         if end > start:
-            own = quantized[start:end], row_scale[start:end]
-            parts.append(multiply(*own, weight[number], scale[number : number + 1], rows.dtype))
+            inputs = quantized[start:end], row_scale[start:end]
+            parts.append(multiply(*inputs, weight[number], scale[number : number + 1], rows.dtype))
         start = end
     return torch.cat(parts)
 

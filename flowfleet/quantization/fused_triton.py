@@ -53,12 +53,12 @@ def _gelu_row(source, values, rows, scales, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    place = row * width + column
-    x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row * width + column
+    x = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
     u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     rounded = (x / (1.0 + tl.exp(-u))).to(values.dtype.element_ty)
-    tl.store(values + place, rounded, mask=inside)
-    quantized(rounded.to(tl.float32), rows + place, scales + row, inside)
+    tl.store(values + offset, rounded, mask=inside)
+    quantized(rounded.to(tl.float32), rows + offset, scales + row, inside)
 
 
 @triton.jit
@@ -85,18 +85,18 @@ def _norm_row(
     sample = row // tokens
     column = tl.arange(0, BLOCK)
     inside = column < width
-    place = row * width + column
-    x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row * width + column
+    x = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_CHANGE:
         gate = tl.load(gates + sample * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        total = x + gate * tl.load(changes + place, mask=inside, other=0.0).to(tl.float32)
+        total = x + gate * tl.load(changes + offset, mask=inside, other=0.0).to(tl.float32)
         stored = total.to(totals.dtype.element_ty)
-        tl.store(totals + place, stored, mask=inside)
+        tl.store(totals + offset, stored, mask=inside)
         x = stored.to(tl.float32)
     centered = tl.where(inside, x - tl.sum(x) / width, 0.0)
     normed = centered * (1.0 / tl.sqrt(tl.sum(centered * centered) / width + eps))
     factor = tl.load(factors + sample * factor_stride + column, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(shifts + sample * shift_stride + column, mask=inside, other=0.0).to(tl.float32)
     rounded = (normed * (1.0 + factor) + shift).to(values.dtype.element_ty)
-    tl.store(values + place, rounded, mask=inside)
-    quantized(tl.where(inside, rounded.to(tl.float32), 0.0), rows + place, scales + row, inside)
+    tl.store(values + offset, rounded, mask=inside)
+    quantized(tl.where(inside, rounded.to(tl.float32), 0.0), rows + offset, scales + row, inside)

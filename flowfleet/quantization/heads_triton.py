@@ -57,18 +57,18 @@ def _joint_heads(
     WIDTH: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    sample, place = token // num_tokens, token % num_tokens
+    sample, position = token // num_tokens, token % num_tokens
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     within = head[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (head < num_heads)[:, None]
     target = output + token * num_heads * WIDTH + within
-    if place < num_text:
-        source = text + (sample * num_text + place) * num_heads * WIDTH + within
-        _heads(source, text_weight, text_freqs + place * WIDTH, target, inside, eps, HAS_TEXT_NORM, HEADS, WIDTH)
+    if position < num_text:
+        source = text + (sample * num_text + position) * num_heads * WIDTH + within
+        _heads(source, text_weight, text_freqs + position * WIDTH, target, inside, eps, HAS_TEXT_NORM, HEADS, WIDTH)
     else:
-        place -= num_text
-        source = image + (sample * (num_tokens - num_text) + place) * num_heads * WIDTH + within
-        _heads(source, image_weight, image_freqs + place * WIDTH, target, inside, eps, HAS_IMAGE_NORM, HEADS, WIDTH)
+        position -= num_text
+        source = image + (sample * (num_tokens - num_text) + position) * num_heads * WIDTH + within
+        _heads(source, image_weight, image_freqs + position * WIDTH, target, inside, eps, HAS_IMAGE_NORM, HEADS, WIDTH)
 
 
 @triton.jit

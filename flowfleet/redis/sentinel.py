@@ -89,7 +89,7 @@ def parse(url: str) -> SentinelUrl:
     user, _, places = parts.netloc.rpartition("@")
     name, _, db = parts.path.strip("/").partition("/")
     try:
-        sentinels = tuple(_place(place) for place in places.split(","))
+        sentinels = tuple(_place(host) for host in places.split(","))
         number = int(db or 0)
     except ValueError:
         raise ValueError(_usage(places)) from None

@@ -86,8 +86,8 @@ def command(
 def server_version(server: Path) -> tuple[int, ...]:
     """Version that a server's executable prints, as (7, 2, 4); empty where it prints none."""
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"\bv=([\d.]+)", said)
-    return tuple(map(int, found[1].strip(".").split("."))) if found else ()
+    match = re.search(r"\bv=([\d.]+)", said)
+    return tuple(map(int, match[1].strip(".").split("."))) if match else ()
 
 
 def _has_selectors(server: Path) -> bool:

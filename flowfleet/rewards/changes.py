@@ -112,13 +112,13 @@ def changed(spec: JobSpec, now: RewardSet, change: RewardChange) -> RewardSet:
     after = parse_job(spec.model_dump(mode="json") | {"rewards": rewards})
     if not any(part.has_influence for part in after.rewards.values()):
         raise ValueError("rewards: none is left that has a weight: a job needs one to learn from; keep one, or set one")
-    found = RewardSet(rewards=after.rewards, shadows=shadows)
-    if (size := found.params_bytes) > max(MAX_PARAMS_BYTES, now.params_bytes):
+    new = RewardSet(rewards=after.rewards, shadows=shadows)
+    if (size := new.params_bytes) > max(MAX_PARAMS_BYTES, now.params_bytes):
         raise ValueError(
             f"params: those of all rewards and shadows have {size} bytes, and at most {MAX_PARAMS_BYTES} are kept with "
             "each revision: shorten them, or put them into the settings of the service"
         )
-    return found
+    return new
 
 
 def merged(target: Any, patch: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,10 +75,10 @@ def read_tensor(data: bytes, name: str) -> Pixels:
         raise ValueError(f"{name} is not valid safetensors: {error}") from None
     if set(tensors) != {name}:
         raise ValueError(f"the tensors are {', '.join(sorted(tensors)) or 'none'}; send one named {name}")
-    found = tensors[name]
-    if found.dtype != np.float32:
-        raise ValueError(f"{name} is {found.dtype}; send float32")
-    return found
+    tensor = tensors[name]
+    if tensor.dtype != np.float32:
+        raise ValueError(f"{name} is {tensor.dtype}; send float32")
+    return tensor
 
 
 def check_pixels(pixels: Pixels, limits: MediaLimits = MediaLimits()) -> None:

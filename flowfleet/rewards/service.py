@@ -286,25 +286,25 @@ class RewardServicer(RewardServiceServicer):
         """Scores the samples together and returns an outcome per sample, in order."""
         outcomes = list(await asyncio.gather(*(self._in_thread(self._open, sample) for sample in samples)))
         groups: dict[str, list[int]] = {}
-        for place, opened in enumerate(outcomes):
+        for index, opened in enumerate(outcomes):
             if isinstance(opened, Sample):
-                groups.setdefault(opened.group_id if self._reward.needs_group else "", []).append(place)
-        for places in groups.values():
-            found = await self._score_together([outcomes[place] for place in places], params)
-            for place, outcome in zip(places, found, strict=True):
-                outcomes[place] = outcome
+                groups.setdefault(opened.group_id if self._reward.needs_group else "", []).append(index)
+        for indices in groups.values():
+            scored = await self._score_together([outcomes[index] for index in indices], params)
+            for index, outcome in zip(indices, scored, strict=True):
+                outcomes[index] = outcome
         return outcomes
 
     async def _score_together(self, samples: list[Sample], params: tuple[Any, ...]) -> list[Any]:
         """Where the function fails on several, each is asked alone, unless the function must see the whole group."""
-        found = await self._call(samples, *params)
-        if not isinstance(found, Exception):
-            if len(found) == len(samples):
-                return list(found)
-            log.error("%s gave %d scores for %d samples", self._reward.name, len(found), len(samples))
-            found = RuntimeError(f"{self._reward.name} gave {len(found)} scores for {len(samples)} samples")
+        scores = await self._call(samples, *params)
+        if not isinstance(scores, Exception):
+            if len(scores) == len(samples):
+                return list(scores)
+            log.error("%s gave %d scores for %d samples", self._reward.name, len(scores), len(samples))
+            scores = RuntimeError(f"{self._reward.name} gave {len(scores)} scores for {len(samples)} samples")
         if len(samples) == 1 or self._reward.needs_group:
-            return [found] * len(samples)
+            return [scores] * len(samples)
         return [outcome for sample in samples for outcome in await self._score_together([sample], params)]
 
     async def _call(self, *given: Any) -> Any:

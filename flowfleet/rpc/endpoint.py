@@ -303,8 +303,8 @@ class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
 
     async def _tls_problem(self, error: grpc.aio.AioRpcError) -> str | None:
         details = error.details() or ""
-        if found := _UNTRUSTED.search(details):
-            return f"the certificate of {self._address} is refused: {found[1]}"
+        if match := _UNTRUSTED.search(details):
+            return f"the certificate of {self._address} is refused: {match[1]}"
         if "Hostname Verification" in details and self._certificates:
             name = self._certificates.name
             return f"the certificate of {self._address} is not for {name}: reissue it, or set {tls.TLS_NAME}"

@@ -100,8 +100,8 @@ class Callers:
         if self.token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
             return "controller"
         sent = digest(token)
-        found = [kind for kind, expected in self.digests if hmac.compare_digest(sent, expected)]
-        return found[0] if found else None
+        matching = [kind for kind, expected in self.digests if hmac.compare_digest(sent, expected)]
+        return matching[0] if matching else None
 
 
 def callers_from_env() -> Callers:
@@ -130,8 +130,8 @@ def accept(tokens: Mapping[Caller, str]) -> str:
 def job_token(job_id: str) -> str | None:
     """The token that a controller sends to the trainer of a job: HMAC-SHA256 of the job's id by the controller's own.
     Whoever sees it learns neither that one nor another job's. None where the controller has no token."""
-    own = service.secret(service.RPC_TOKEN)
-    return hmac.new(own.encode(), f"trainer of job {job_id}".encode(), hashlib.sha256).hexdigest() if own else None
+    key = service.secret(service.RPC_TOKEN)
+    return hmac.new(key.encode(), f"trainer of job {job_id}".encode(), hashlib.sha256).hexdigest() if key else None
 
 
 def job_accept(job_id: str) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Certificates:
         log.info("TLS certificates renewed, valid until %s", self._identity.valid_until)
 
     def _stat(self) -> tuple[tuple[int, int], ...]:
-        found = []
+        stats = []
         for name in FILES:
             try:
                 status = self.path(name).stat()
@@ -103,8 +103,8 @@ class Certificates:
                     f"{TLS_DIR}={self.directory}: {name} cannot be read ({error.strerror}); the folder must hold "
                     f"{', '.join(FILES)}"
                 ) from None
-            found.append((status.st_mtime_ns, status.st_ino))
-        return tuple(found)
+            stats.append((status.st_mtime_ns, status.st_ino))
+        return tuple(stats)
 
     def _read(self) -> Identity:
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

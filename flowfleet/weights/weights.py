@@ -187,11 +187,11 @@ def send(member: Member, buckets: Sequence[Bucket], fill: Fill, device: torch.de
     for number, bucket in enumerate(buckets):
         if len(pending) == _BUFFERS:
             pending.popleft().wait()
-        size, place = bucket_bytes(bucket), number % _BUFFERS
-        flat = buffers[place][:size]
+        size, turn = bucket_bytes(bucket), number % _BUFFERS
+        flat = buffers[turn][:size]
         fill(bucket, flat)
         hashes.add((spec.name, view) for spec, view in views(bucket, flat))
-        pending.append(member.broadcast(flat if staging is None else staging[place][:size].copy_(flat)))
+        pending.append(member.broadcast(flat if staging is None else staging[turn][:size].copy_(flat)))
     for transfer in pending:
         transfer.wait()
     return Sent(sum(map(bucket_bytes, buckets)), hashes.result())

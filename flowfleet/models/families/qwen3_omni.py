@@ -78,7 +78,7 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
         """(3, P + T - 1) float32 on the CPU."""
         prompt, inputs = item.prompt.token_ids, item.prompt.inputs
         lengths = inputs[_FEATURE_MASK].sum(-1) if _FEATURE_MASK in inputs else None
-        found, _ = self.transformer.get_rope_index(
+        indices, _ = self.transformer.get_rope_index(
             prompt[None],
             inputs.get("image_grid_thw"),
             inputs.get("video_grid_thw"),
@@ -87,19 +87,19 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
             lengths,
             inputs.get(_SECONDS),
         )
-        places: Tensor = found[:, 0].float()
+        places: Tensor = indices[:, 0].float()
         written = places.max() + 1 + torch.arange(len(item.token_ids) - 1)
         return torch.cat([places, written.expand(3, -1)], dim=1)
 
     def _media(self, prompts: Sequence[EncodedPrompt]) -> dict[str, Tensor]:
         """The media of all prompts, one after the other; sounds are padded to the longest."""
         names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs if name != _SECONDS)
-        found = {}
+        inputs = {}
         for name in names:
             parts = [prompt.inputs[name] for prompt in prompts if name in prompt.inputs]
             if name in (_FEATURES, _FEATURE_MASK):
                 longest = max(part.shape[-1] for part in parts)
                 parts = [F.pad(part, (0, longest - part.shape[-1])) for part in parts]
             value = torch.cat(parts).to(self.device)
-            found[name] = value.to(self.dtype) if value.is_floating_point() else value
-        return found
+            inputs[name] = value.to(self.dtype) if value.is_floating_point() else value
+        return inputs

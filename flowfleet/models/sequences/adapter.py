@@ -131,10 +131,10 @@ class SequenceAdapter(ABC):
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a sequence."""
-        found = getattr(self.transformer.generation_config, "eos_token_id", None) if self.transformer else None
-        if found is None:
-            found = self._tokenizer.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or ())
+        ids = getattr(self.transformer.generation_config, "eos_token_id", None) if self.transformer else None
+        if ids is None:
+            ids = self._tokenizer.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     @property
     def undrawn_ids(self) -> frozenset[int]:

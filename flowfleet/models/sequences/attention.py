@@ -34,8 +34,8 @@ class PackedAttention:
 
 def causal_layers(model: nn.Module) -> list[Any]:
     """The attention layers of the language model; none of a model with sliding windows, which need a mask."""
-    found = [module for module in model.modules() if getattr(module, "is_causal", False) and hasattr(module, "q_proj")]
-    return [] if any(getattr(layer, "sliding_window", None) for layer in found) else found
+    layers = [module for module in model.modules() if getattr(module, "is_causal", False) and hasattr(module, "q_proj")]
+    return [] if any(getattr(layer, "sliding_window", None) for layer in layers) else layers
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -55,5 +55,5 @@ def attend(
 
 
 def _one(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    found: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
-    return found
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
+    return attended

@@ -91,15 +91,15 @@ class QuestionProcessor:
 
     def _inputs(self, media: Sequence[PromptMedia]) -> tuple[dict[str, Tensor], dict[int, list[int]]]:
         """The model's inputs, and the numbers of tokens of each medium by its placeholder."""
-        of_kind = {kind: [one for one in media if one.kind == kind] for kind in _KINDS}
+        of_kind = {kind: [medium for medium in media if medium.kind == kind] for kind in _KINDS}
         inputs: dict[str, Tensor] = {}
         counts: dict[int, list[int]] = {self._placeholders.picture: [], self._placeholders.film: []}
         if of_kind["picture"]:
-            patches, grid = self._patches([one.content for one in of_kind["picture"]], None)
+            patches, grid = self._patches([medium.content for medium in of_kind["picture"]], None)
             inputs |= {"pixel_values": patches, "image_grid_thw": grid}
             counts[self._placeholders.picture] = self._num_tokens(grid)
         if of_kind["film"]:
-            films = [self._film(one) for one in of_kind["film"]]
+            films = [self._film(medium) for medium in of_kind["film"]]
             grid = torch.cat([grid for _, grid in films])
             seconds = torch.full((len(films),), self._pictures.temporal_patch_size / FILM_RATE)
             inputs |= {"pixel_values_videos": torch.cat([patches for patches, _ in films]), "video_grid_thw": grid}
@@ -107,7 +107,7 @@ class QuestionProcessor:
             counts[self._placeholders.film] = self._num_tokens(grid)
         counts[self._placeholders.sound] = []
         if of_kind["sound"]:
-            features, mask = self._features([one.content for one in of_kind["sound"]])
+            features, mask = self._features([medium.content for medium in of_kind["sound"]])
             inputs |= {"input_features": features, "feature_attention_mask": mask}
             lengths = mask.sum(-1).tolist()
             tokens = [_get_feat_extract_output_lengths(length, self._placeholders.window) for length in lengths]
@@ -116,8 +116,8 @@ class QuestionProcessor:
 
     def _patches(self, pictures: Sequence[np.ndarray], size: Mapping[str, int] | None) -> tuple[Tensor, Tensor]:
         more = {"size": dict(size)} if size else {}
-        found = self._pictures(images=list(pictures), return_tensors="pt", input_data_format="channels_last", **more)
-        return found["pixel_values"], found["image_grid_thw"]
+        outputs = self._pictures(images=list(pictures), return_tensors="pt", input_data_format="channels_last", **more)
+        return outputs["pixel_values"], outputs["image_grid_thw"]
 
     def _film(self, film: PromptMedia) -> tuple[Tensor, Tensor]:
         """(frames / 2 · patches, numbers of a patch) and (1, 3)."""
@@ -126,11 +126,11 @@ class QuestionProcessor:
         patches, grid = self._patches(list(frames), self._film_size)
         side = int(self._pictures.patch_size) ** 2
         by_frame = patches.view(len(frames) // depth, depth, -1, 3, depth, side)
-        joined = torch.stack([by_frame[:, place, :, :, place] for place in range(depth)], dim=3)
+        joined = torch.stack([by_frame[:, frame, :, :, frame] for frame in range(depth)], dim=3)
         return joined.reshape(-1, 3 * depth * side), torch.tensor([[len(frames) // depth, *grid[0, 1:].tolist()]])
 
     def _features(self, sounds: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        found = self._sounds(
+        outputs = self._sounds(
             list(sounds),
             sampling_rate=SOUND_RATE,
             padding=True,
@@ -138,7 +138,7 @@ class QuestionProcessor:
             return_attention_mask=True,
             return_tensors="pt",
         )
-        return found["input_features"], found["attention_mask"]
+        return outputs["input_features"], outputs["attention_mask"]
 
     def _num_tokens(self, grid: Tensor) -> list[int]:
         return [int(count) for count in (grid.prod(-1) // self._pictures.merge_size**2).tolist()]
@@ -150,7 +150,7 @@ class QuestionProcessor:
                 name = self.tokenizer.convert_ids_to_tokens(token)
                 raise ValueError(f"prompts must not contain {name}: media are put in by the model")
         left = {token: iter(numbers) for token, numbers in counts.items()}
-        return [token for one in token_ids for token in ([one] * next(left[one]) if one in left else [one])]
+        return [token for mark in token_ids for token in ([mark] * next(left[mark]) if mark in left else [mark])]
 
 
 def frames_shown(count: int, rate: float, multiple: int) -> list[int]:

@@ -128,8 +128,8 @@ def _check_scores(router: Any, output: Any) -> None:
         logits, scores, indices = output
         sizes = (getattr(router, "num_experts", 0), getattr(router, "top_k", 0))
         if sizes == (logits.shape[-1], indices.shape[-1]) and scores.shape == indices.shape:
-            own = _scores(router, logits, indices)
-            if torch.allclose(own, scores.float(), rtol=_ROUNDING, atol=1e-6, equal_nan=True):
+            recomputed = _scores(router, logits, indices)
+            if torch.allclose(recomputed, scores.float(), rtol=_ROUNDING, atol=1e-6, equal_nan=True):
                 return
     raise ValueError(
         f"{type(router).__name__} does not score its experts by a softmax over all of them, which replay needs: set "

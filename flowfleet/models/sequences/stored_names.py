@@ -40,16 +40,16 @@ class Fused:
 
 def stored_name(name: str) -> str:
     """A parameter's name in the files of its model."""
-    for own, other in _RENAMED:
-        if name.startswith(own):
-            return other + name.removeprefix(own)
+    for ours, other in _RENAMED:
+        if name.startswith(ours):
+            return other + name.removeprefix(ours)
     return name
 
 
 def fused(name: str) -> Fused | None:
     """How a parameter's experts are stored; None for any other parameter."""
-    found = _FUSED.fullmatch(stored_name(name))
-    return Fused(found[1], _PARTS[found[2]]) if found else None
+    match = _FUSED.fullmatch(stored_name(name))
+    return Fused(match[1], _PARTS[match[2]]) if match else None
 
 
 def stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

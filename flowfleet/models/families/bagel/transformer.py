@@ -156,8 +156,8 @@ class BagelLayer(nn.Module):
         query, key, value = (torch.cat(parts, dim=2) for parts in zip(*projected, strict=True))
         attended = torch.split(attend(query, key, value), [x.shape[1] for _, x in streams], dim=2)
         output = []
-        for (suffix, x), own in zip(streams, attended, strict=True):
-            after = x + self.self_attn.output(own, suffix)
+        for (suffix, x), stream in zip(streams, attended, strict=True):
+            after = x + self.self_attn.output(stream, suffix)
             normed = getattr(self, f"post_attention_layernorm{suffix}")(after)
             output.append(after + getattr(self, f"mlp{suffix}")(normed))
         return output[0], output[1] if len(output) > 1 else None
@@ -198,7 +198,7 @@ class PictureLayer(nn.Module):
             self.self_attn[f"{name}_proj"](normed).unflatten(-1, (self._heads, -1)).transpose(0, 1) for name in "qkv"
         )
         parts = zip(*(part.split(list(sizes), dim=1) for part in (query, key, value)), strict=True)
-        attended = torch.cat([F.scaled_dot_product_attention(*(one[None] for one in part))[0] for part in parts], dim=1)
+        attended = torch.cat([F.scaled_dot_product_attention(*(qkv[None] for qkv in part))[0] for part in parts], dim=1)
         x = x + self.self_attn["out_proj"](attended.transpose(0, 1).flatten(1))
         inner = F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh")
         output: Tensor = x + self.mlp["fc2"](inner)
@@ -307,10 +307,10 @@ class Bagel(PeftAdapterMixin, nn.Module):  # type: ignore[misc]
         text = model.embed_tokens(torch.cat([token_ids, markers.expand(count, 2)], dim=1))
         tokens: Tensor = self.vae2llm(latents) + self.time_embedder(sigma)[:, None]
         tokens = tokens + self.latent_pos_embed(places).to(tokens.dtype)
-        own = torch.arange(length, device=latents.device).expand(count, -1)
+        positions_2d = torch.arange(length, device=latents.device).expand(count, -1)
         after = lengths[:, None]
         rotary = (
-            self._rotary(torch.cat([own, after.expand(-1, 2)], dim=1)),
+            self._rotary(torch.cat([positions_2d, after.expand(-1, 2)], dim=1)),
             self._rotary(after.expand(-1, tokens.shape[1])),
         )
         attend = _Painting(length, None if mask is None else mask)
@@ -350,7 +350,7 @@ class Bagel(PeftAdapterMixin, nn.Module):  # type: ignore[misc]
         if patches is not None:
             assert pictures is not None, "pictures have patches"
             assert patch_places is not None, "patches have places"
-            sizes = [count - 2 for own in pictures for count in own]  # without the tokens around a picture
+            sizes = [count - 2 for counts in pictures for count in counts]  # without the tokens around a picture
             looked = self._look(patches, patch_places, sizes)
             hidden = hidden.index_copy(1, patch_tokens, looked[None].to(hidden.dtype))
         rotary = (self._rotary(position_ids),)
@@ -413,7 +413,7 @@ class _Writing:
         sizes = list(self.lengths)
         parts = zip(*(torch.split(part, sizes, dim=2) for part in (query, key, value)), strict=True)
         pictures = self.pictures or [()] * len(self.lengths)
-        return torch.cat([self._one(part, own) for part, own in zip(parts, pictures, strict=True)], dim=2)
+        return torch.cat([self._one(part, spans) for part, spans in zip(parts, pictures, strict=True)], dim=2)
 
     def _one(self, part: tuple[Tensor, ...], pictures: Sequence[int]) -> Tensor:
         query, key, value = part

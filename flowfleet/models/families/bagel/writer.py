@@ -144,14 +144,14 @@ class BagelWriter(SequenceAdapter):
     def model_inputs(self, sequences: Sequence[Tokens]) -> dict[str, Any]:
         inputs: dict[str, Any] = super().model_inputs(sequences)
         pictures = [self._pictures(item.prompt) for item in sequences]
-        positions = [_positions(own, item.num_inputs) for own, item in zip(pictures, sequences, strict=True)]
+        positions = [_positions(sizes, item.num_inputs) for sizes, item in zip(pictures, sequences, strict=True)]
         inputs["position_ids"] = torch.cat(positions)[None].to(self.device)
         inputs |= {"lengths": [item.num_inputs for item in sequences], "pictures": pictures}
         looked = [item.prompt.inputs for item in sequences if item.prompt.inputs]
         if looked:
             inputs |= {
-                _PATCHES: torch.cat([one[_PATCHES] for one in looked]).to(self.device, self.dtype),
-                _PLACES: torch.cat([one[_PLACES] for one in looked]).to(self.device),
+                _PATCHES: torch.cat([part[_PATCHES] for part in looked]).to(self.device, self.dtype),
+                _PLACES: torch.cat([part[_PLACES] for part in looked]).to(self.device),
                 "patch_tokens": _patch_tokens(pictures, inputs["lengths"]).to(self.device),
             }
         return inputs
@@ -167,14 +167,14 @@ class BagelWriter(SequenceAdapter):
 
 def _patch_tokens(pictures: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
     """(n,) int64: where in a packed row the patches are."""
-    found, start = [], 0
-    for own, length in zip(pictures, lengths, strict=True):
+    token_ranges, start = [], 0
+    for sizes, length in zip(pictures, lengths, strict=True):
         first = start
-        for size in own:
-            found.append(torch.arange(first + 1, first + size - 1))
+        for size in sizes:
+            token_ranges.append(torch.arange(first + 1, first + size - 1))
             first += size
         start += length
-    return torch.cat(found)
+    return torch.cat(token_ranges)
 
 
 def _positions(pictures: Sequence[int], count: int) -> Tensor:

@@ -44,8 +44,8 @@ class HunyuanNames:
     """A layer's experts are stored one by one."""
 
     def of(self, name: str, rows: int) -> list[str]:
-        found = _EXPERTS.fullmatch(name)
-        return [f"{found[1]}.{number}.{found[2]}.weight" for number in range(rows)] if found else [name]
+        match = _EXPERTS.fullmatch(name)
+        return [f"{match[1]}.{number}.{match[2]}.weight" for number in range(rows)] if match else [name]
 
 
 class TokenTable(nn.Module):
@@ -102,10 +102,10 @@ class HunyuanImage3Adapter(ModelAdapter):
         files = WeightFiles(Path(path), LAYOUT) if load_format == "safetensors" and components else None
         made: dict[str, Any] = dict.fromkeys(ALL_COMPONENTS)
         for component in components:
-            own = torch.float32 if component == "vae" else dtype
-            module = empty_model(makers[component], own)
+            dtype_of_part = torch.float32 if component == "vae" else dtype
+            module = empty_model(makers[component], dtype_of_part)
             if files is not None:
-                files.fill(module, names[component], device, own)
+                files.fill(module, names[component], device, dtype_of_part)
             elif load_format == "dummy":
                 fill_dummy(module, component, device)
             made[component] = module
@@ -130,8 +130,8 @@ class HunyuanImage3Adapter(ModelAdapter):
         return PromptEmbeds(embeds, mask.to(self.device), extras)
 
     def _ids(self, prompt: str) -> tuple[list[int], tuple[int, int]]:
-        ids, own = self.pipeline.template.ids(self.pipeline.tokenizer, prompt)
-        return ids, (own.start, own.stop)
+        ids, prompt_slice = self.pipeline.template.ids(self.pipeline.tokenizer, prompt)
+        return ids, (prompt_slice.start, prompt_slice.stop)
 
     def _special_ids(self) -> Tensor:
         tokenizer, base = self.pipeline.tokenizer, self.pipeline.base_size
@@ -230,10 +230,10 @@ def unconditional(prompts: PromptEmbeds, negative: PromptEmbeds) -> PromptEmbeds
     every token of their text where they have none."""
     places = torch.arange(prompts.embeds.shape[1], device=prompts.embeds.device)
     text = prompts.extras[_TEXT].to(places.device)
-    own = (places >= text[:, :1]) & (places < text[:, 1:])
+    is_prompt = (places >= text[:, :1]) & (places < text[:, 1:])
     cfg = prompts.extras[_TOKENS][:, :1].to(prompts.embeds)
     dropped = PromptEmbeds(
-        torch.where(own.unsqueeze(-1), cfg, prompts.embeds), prompts.mask, prompts.extras, prompts.has_padding
+        torch.where(is_prompt.unsqueeze(-1), cfg, prompts.embeds), prompts.mask, prompts.extras, prompts.has_padding
     )
     blank = negative.extras[_TEXT][:, 0] == negative.extras[_TEXT][:, 1]
     if blank.all():

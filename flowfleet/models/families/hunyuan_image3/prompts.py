@@ -56,10 +56,10 @@ class Template:
             return ids
 
         start = [tokenizer.bos_token_id, *encode(self.system), *encode(self.before)]
-        own = encode(prompt) if prompt.strip() else []
+        prompt_ids = encode(prompt) if prompt.strip() else []
         end = [token for part in self._after() for token in encode(part)]
         boi: int = tokenizer.convert_tokens_to_ids("<boi>")
-        return [*start, *own, *end, boi], slice(len(start), len(start) + len(own))
+        return [*start, *prompt_ids, *end, boi], slice(len(start), len(start) + len(prompt_ids))
 
     def _after(self) -> list[str]:
         """Encoded one by one, as the published code does."""
@@ -73,15 +73,15 @@ def system_prompt(folder: Path, name: str) -> str:
     texts = _literals(folder / _SYSTEM_FILE)
     if name == "dynamic":  # by the task, which is to draw
         name = "en_vanilla"
-    found = texts.get(_UNIFIED) if name == "en_unified" else dict(texts.get(_BY_TASK) or {}).get(name)
-    if isinstance(found, list | tuple):
-        found = found[0]
-    if not isinstance(found, str):
+    text = texts.get(_UNIFIED) if name == "en_unified" else dict(texts.get(_BY_TASK) or {}).get(name)
+    if isinstance(text, list | tuple):
+        text = text[0]
+    if not isinstance(text, str):
         raise ValueError(
             f"model {folder} has no system prompt {name!r} in its {_SYSTEM_FILE}: copy that file from where the "
             'checkpoint was published, or set use_system_prompt to "None" in its generation_config.json'
         )
-    return found.strip()
+    return text.strip()
 
 
 def _literals(file: Path) -> dict[str, Any]:
@@ -91,11 +91,11 @@ def _literals(file: Path) -> dict[str, Any]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return {}
-    found: dict[str, Any] = {}
+    literals: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = _value(node.value, found)
-    return found
+            literals[node.targets[0].id] = _value(node.value, literals)
+    return literals
 
 
 def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
