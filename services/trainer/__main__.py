@@ -1,8 +1,8 @@
-"""`python -m torch.distributed.run … -m services.trainer`: one rank. Rank 0 serves TrainerService, the others follow
-it.
+"""Rank of a trainer: `python -m torch.distributed.run … -m services.trainer`. Rank 0 serves TrainerService; the other
+ranks follow it.
 
 On one machine ranks are forked from a process that has imported this module (flowfleet/process/forkserver.py). Without
-torchrun it is a world of one. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
+torchrun there is one rank. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
 """
 
 from __future__ import annotations

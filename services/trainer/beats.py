@@ -1,9 +1,9 @@
-"""Signs that a rank's working thread makes progress, and how long it may take to the next one.
+"""Signs that a rank's working thread makes progress, and the longest time between two of them.
 
-The working thread declares the phase that it is in and counts the units that it has done: a forward, a bucket, a
-parameter. `carry` only hands these on, so a live process whose working thread hangs shows the same count for ever.
-Rank 0 tells the controller in `GetStatus`; the other ranks tell rank 0 through the store at which the ranks met. The
-controller judges (services/controller/trainers/hangs.py): clocks of ranks are never compared.
+The working thread declares its phase and counts finished units: a forward, a bucket, a parameter. `carry` only forwards
+phase and count, so a live process with a hanging working thread shows the same count for ever. Rank 0 reports to the
+controller in `GetStatus`; the other ranks report to rank 0 through the store at which the ranks met. The controller
+decides (services/controller/trainers/hangs.py): clocks of ranks are never compared.
 """
 
 from __future__ import annotations

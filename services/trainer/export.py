@@ -1,4 +1,4 @@
-"""The trained model as people load it, with every checkpoint and at a job's end.
+"""Export of the trained model as people load it, with every checkpoint and at a job's end.
 
 LoRA, for each transformer: diffusers' file, with rank, alpha and targets in its metadata, and PEFT's, which
 `PeftModel.from_pretrained` and LoRA servers read.
@@ -6,12 +6,12 @@ LoRA, for each transformer: diffusers' file, with rank, alpha and targets in its
     pytorch_lora_weights.safetensors     adapter_config.json, adapter_model.safetensors
     pytorch_lora_weights_transformer_2.safetensors     transformer_2/ with the same two, for a second expert
 
-Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base where the file system can, else
+Full: a whole pipeline for `from_pretrained`. Untrained files are linked to the base where the file system can, else
 copied. A model that writes text is a folder of transformers, and its adapter PEFT's two files. LoRA with
-`trainer.lora.merge`: at its end such a pipeline too, its transformers' weights read from the base
-once more and written with scale · B A added, shard by shard.
+`trainer.lora.merge` also gives such a pipeline at the end. Its transformers' weights are read from the base again and
+written with scale · B A added, shard by shard.
 
-Everything is in `model.dtype`: what the rollouts served when the job was validated. So a job that averages its weights
+Everything is in `model.dtype`, as the rollouts served it when the job was validated. So a job that averages its weights
 (`trainer.ema`) exports the average; without one, losses that keep an old policy (DiffusionNFT) export that one.
 `flowfleet.json` and the model card say which.
 """

@@ -1,15 +1,18 @@
 """Checkpoints: `<directory>/step-00000012/`, complete or not there at all.
 
-Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, the average of
-jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
-storage, each rank its own shards (checkpoint_files.py); they may be read by another number of ranks. Its usual storage
-is avoided because that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the
-optimizer's steps and all updates, the loss's scale, the names, sizes and digests of all files, and its own digest.
-`model/` has the model as people load it (services/trainer/export.py), of jobs that export one with each checkpoint. A
-folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
-that was given up may still write. The directory must be shared by all ranks.
+Tensors are written by torch.distributed.checkpoint in its safetensors storage (files.py), each rank its own shards.
+Another number of ranks can read them. They are the trained weights, AdamW's two moments, each rank's generator states,
+and if the job has them the old policy and the average. torch's usual storage is avoided because it keeps its metadata
+as a pickle.
 
-A checkpoint that is not what was written is set aside (set_aside.py), and the next older one counts.
+`state.json` has the rest: the record of applied steps, the optimizer's steps and all updates, the loss's scale, the
+names, sizes and digests of all files, and its own digest. `model/` has the exported model (services/trainer/export.py)
+if the job exports one with each checkpoint.
+
+A folder is written under a temporary name and renamed when everything in it is on disk. Each trainer has a temporary
+name of its own, because a trainer that was given up may still write. All ranks must share the directory.
+
+A checkpoint that differs from what was written is set aside (set_aside.py), and the next older one is used.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which of a job's trainers is the current one: a file in the directory of its checkpoints, which all of them share.
+"""Fence between the trainers of a job: a file in the directory of its checkpoints, which all of them share.
 
-Each trainer takes a number as it is configured, larger than any before. A trainer that was given up, stopped or cut off
-may wake when the next one runs; its number is not the newest then. It completes no checkpoint and no export, replicas
-refuse its weights (services/rollout/weights/attempts.py), and it ends by itself.
+Each trainer takes a number when it is configured, larger than any before. A trainer that was given up, stopped or cut
+off may wake while its successor runs. Its number is then not the newest: it completes no checkpoint and no export,
+replicas refuse its weights (services/rollout/weights/attempts.py), and it exits.
 
-It may also sleep between its last look and what it does then. So nothing is removed or named but by moving its own
-folder, or into it: the next trainer takes these folders away before it looks at anything else.
+It may also sleep between its last check and the action after it. So an action only ever moves the trainer's own folder,
+or moves something into it: the next trainer takes these folders away before it reads anything else.
 """
 
 from __future__ import annotations

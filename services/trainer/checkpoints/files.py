@@ -1,12 +1,11 @@
-"""The files of a checkpoint's tensors: safetensors, one a rank, with a CRC-32 of each.
+"""Files of a checkpoint's tensors: safetensors, one per rank, with a CRC-32 of each.
 
-torch.distributed.checkpoint plans who writes and reads what. Its own writer of safetensors makes two more copies of a
-rank's state in memory before it writes; this one streams tensors to the file, and computes the digest of what passes on
-a second thread meanwhile. CRC-32 finds damage, not forgery, at 6 GB/s of a core where SHA-256 makes 2 GB/s.
+torch.distributed.checkpoint plans which rank writes and reads which tensors. Its own safetensors writer makes two more
+copies of a rank's state in memory first. This one streams tensors to the file, while a second thread computes the
+digest. CRC-32 finds damage, not forgery, at 6 GB/s of a core where SHA-256 makes 2 GB/s.
 
-Reading is torch's, by mapped memory and slices. The digests are verified meanwhile by a thread that reads the files
-from their beginning to their end: what it has read is in the page cache when a slice is asked for, and the other way
-round, so a disk is read once.
+torch reads the tensors by slices of mapped memory. Meanwhile a thread verifies the digests by reading each file from
+beginning to end. Both find in the page cache what the other has read, so the disk is read once.
 """
 
 from __future__ import annotations

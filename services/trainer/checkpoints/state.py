@@ -1,4 +1,4 @@
-"""`state.json` of a checkpoint: all that is no tensor, and what its files must be. It carries its own digest."""
+"""`state.json` of a checkpoint: all state except tensors; sizes and digests of the files, its own included."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The model on its ranks: transformers and adapter, spread by FSDP2 or whole on each, AdamW on what is trained.
+"""Model on its ranks: transformers and adapter, sharded by FSDP2 or whole on each rank, with AdamW on the trained part.
 
-Only the transformers are loaded: one, or the two experts of some families. They are made without weights, spread, and
-filled by every rank for itself (loading.py). What is trained, the adapters or everything, has fp32 masters, which are
-cast to `model.dtype` for the forward, and gradients that are reduced in fp32. With LoRA the base stays in
-`model.dtype`, frozen; where every rank has room for all of it (`trainer.sharding`) adapters are replicated.py's. Else
-each transformer is an FSDP root, and its blocks are FSDP units.
+Only the transformers are loaded: one, or the two experts of some families. They are made without weights and sharded;
+then each rank fills its own part (loading.py). The trained weights, adapters or everything, have fp32 masters, which
+are cast to `model.dtype` for the forward; their gradients are reduced in fp32. With LoRA the base stays in
+`model.dtype`, frozen. Where every rank has room for all of it (`trainer.sharding`), replicated.py holds the adapters.
+Else each transformer is an FSDP root, and its blocks are FSDP units.
 """
 
 from __future__ import annotations

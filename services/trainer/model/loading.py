@@ -1,8 +1,7 @@
 """Weights into shards: every rank reads or draws its own part of each parameter and no more.
 
 A transformer comes without weights (`load_format="empty"`), is sharded, gets memory, and is filled here. No host ever
-holds the whole of it: a checkpoint's files are mapped, and of a sharded parameter only this rank's rows are
-read.
+holds all of it: a checkpoint's files are mapped, and a rank reads only its own rows of a sharded parameter.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The policies besides the trained one: the model before training, the old policy of losses that keep one, the teachers
-of a distillation, and the average of the trained weights for jobs that ask for it.
+"""Policies besides the trained one: the model before training, the old policy of losses that keep one, the teachers of
+a distillation, and the average of the trained weights for jobs that ask for it.
 
 With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in
-`model.dtype`, which the forward casts to anyway. One that moves (`kl_reference`) is a copy of what is trained, in fp32.
-So is the old policy (DiffusionNFT and others): it usually samples and follows the trained one after the steps. Both are
-part of every checkpoint. So is the average (`trainer.ema`), which follows after the updates and is what is validated
-and exported. A teacher is an adapter in fp32 that never moves, read from its own files at each start. Copies are of
-this rank's shards and lie on its device. A policy serves by its shards being written into the model's own.
+`model.dtype`, to which the forward casts anyway. A reference that moves (`kl_reference`) is an fp32 copy of the trained
+weights. So is the old policy (DiffusionNFT and others): it usually samples, and follows the trained policy after each
+step. So is the average (`trainer.ema`), which follows after each update and is validated and exported. All three are
+part of every checkpoint. A teacher is an adapter in fp32 that never moves, read from its own files at each start.
+
+Copies hold this rank's shards and lie on its device. To use a policy, its shards are written into the model's own.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Returns True if the reference of `kl_coef` follows the trained policy, and so differs from the model before
+    """Returns True if the reference of `kl_coef` follows the trained policy, and so leaves the model before
     training."""
     return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
 

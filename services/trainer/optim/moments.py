@@ -1,7 +1,7 @@
-"""Where AdamW's two moments are, by `trainer.optimizer.state`.
+"""Storage of AdamW's two moments, by `trainer.optimizer.state`.
 
-A store hands out `Piece`s: parts of what is trained, each with its gradient and both moments in fp32 on its device, to
-be updated in place. When the next pieces are asked for it takes the moments back to where they are kept:
+A store yields `Piece`s: parts of the trained weights, each with its gradient and both moments in fp32 on its device, to
+be updated in place. When the next pieces are requested, the store puts the moments back:
 
     device  fp32 next to the weights: 8 bytes per element there
     host    fp32 in pinned host memory, streamed through the device in three slots, so that one is fetched and another

@@ -1,9 +1,9 @@
 """Block-wise 8-bit numbers for AdamW's moments (Dettmers et al., https://arxiv.org/abs/2110.02861).
 
-A row of a tensor (its first dimension) is cut into blocks of 256 elements, the last one shorter. A block has an fp32
-scale, its largest magnitude, and each element a code: the nearest entry of that paper's dynamic map. But what is
-positive never becomes 0 in a map without signs: a second moment of 0 would let its element run away. Blocks never cross
-rows, unlike elsewhere, and FSDP shards by rows, so codes and scales mean the same on any number of ranks.
+A row of a tensor (its first dimension) is cut into blocks of 256 elements; the last one may be shorter. A block has an
+fp32 scale, its largest magnitude. Each element has a code: the nearest entry of that paper's dynamic map. In a map
+without signs a positive number never becomes 0, because a second moment of 0 would let its element run away. Unlike
+elsewhere, blocks never cross rows. FSDP shards by rows, so codes and scales mean the same on any number of ranks.
 """
 
 from __future__ import annotations

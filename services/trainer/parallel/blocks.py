@@ -1,7 +1,7 @@
-"""A transformer's blocks: what they keep for the backward, and compiling them.
+"""Blocks of a transformer: checkpointing of their activations, and their compilation.
 
-Both replace a block's `forward` in place, so that names of parameters stay, and come after the adapter is injected and
-before FSDP, whose hooks stay outside: checkpointing first, then `compile_blocks`.
+Both replace a block's `forward` in place, so that names of parameters stay. They come after the adapter is injected and
+before FSDP, whose hooks stay outside. Checkpointing comes first, then `compile_blocks`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An adapter that every rank holds whole, next to a whole frozen base: no part of the model is FSDP's.
+"""Adapter that every rank holds whole, next to a whole frozen base, without FSDP.
 
-FSDP's hooks at each block, and a sum for each gradient, would take a sixth of the host's time in a pass, which is what
-a small micro-batch waits for. Here the modules hold the adapter in the model's dtype, which each forward copies from
-the fp32 masters; the gradients of a backward are added up in fp32 after it, and all-reduced once an update. What is one
-number a parameter lies in one flat tensor, so that to copy or to reduce takes one call.
+FSDP's hooks at each block, and a sum for each gradient, would take a sixth of the host's time in a pass, and a small
+micro-batch waits for the host. Here the modules hold the adapter in the model's dtype, which each forward copies from
+the fp32 masters. After a backward its gradients are added up in fp32; they are all-reduced once per update. One flat
+tensor holds all parameters, so that copying or reducing takes one call.
 """
 
 from __future__ import annotations

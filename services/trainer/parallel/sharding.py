@@ -1,8 +1,8 @@
-"""FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors.
+"""FSDP2 as the trainer uses it: spreads a transformer over the ranks, and gives this rank's shards as plain tensors.
 
-Each rank holds its rows of every parameter, and gathers a block's when it computes. What every rank holds whole
-(replicated.py) is a DTensor on a mesh of replicas with one shard each, so that checkpoints and optimizer treat both
-alike.
+Each rank holds its rows of every parameter, and gathers a block's parameters when it computes. A parameter that every
+rank holds whole (replicated.py) is a DTensor on a mesh of replicas with one shard each, so that checkpoints and
+optimizer treat both alike.
 """
 
 from __future__ import annotations

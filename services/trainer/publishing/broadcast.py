@@ -1,9 +1,9 @@
-"""Weights to all replicas at once, through one transfer group of trainer rank 0 and the live replicas.
+"""Broadcast of weights to all replicas at once, through one transfer group of trainer rank 0 and the live replicas.
 
-A member that dies breaks the group for all. Then whoever is at fault is left out, the rest form another group and take
+A member that dies breaks the group for all. The member at fault is then left out; the others form a new group and take
 the version again from its first bucket. The group is kept for the next version while its members (replica and
-incarnation) stay the same. Every wait is bounded by the group's timeout or the publisher's deadline, and a replica that
-says it failed, or whose connection ends, stops the attempt at once: NCCL would wait for it.
+incarnation) stay the same. Every wait is bounded by the group's timeout or the publisher's deadline. A replica that
+reports a failure, or whose connection ends, stops the attempt at once, because NCCL would wait for it.
 """
 
 from __future__ import annotations

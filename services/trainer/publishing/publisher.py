@@ -1,12 +1,12 @@
-"""Rank 0 gives the current weights to replicas. One replica's failure does not stop the others.
+"""Publisher on rank 0: gives the current weights to replicas. One replica's failure does not stop the others.
 
-They are those that sample (the trained ones, or the old policy's of a loss that keeps one) or those that are evaluated
-(the average of a job that has one), as the request says: `Policies.weights`.
+The request names the kind of weights. Weights that sample are the trained ones, or the old policy's if the loss keeps
+one. Evaluated weights are the average if the job has one. See `Policies.weights`.
 
-Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
-kind to itself. Else, or where the broadcast reached none of them, an adapter is a blob that each replica pulls, so that
-replicas are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left
-alone. The trainer's own ranks, where they sample, take the adapter in process.
+Full weights go through `broadcast.py`, and so does an adapter if every replica has an accelerator of the trainer's kind
+to itself. Otherwise, or if the broadcast reached no replica, each replica pulls the adapter as a blob, so that replicas
+are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left alone. The
+trainer's own ranks, where they sample, take the adapter in process.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Which rank trains on which samples in which forward: pure, the same on every rank.
+"""Plan of a step: which rank trains on which samples in which forward. Pure, and the same on every rank.
 
 A step has passes through its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
-forward and backward each). Every rank runs the same number of them, because each may have collectives.
-Where there are too few, a rank repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs
-nothing.
+forward and backward each). Every rank runs the same number of them, because each may have collectives. A rank with too
+few repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs nothing.
 
-A rank keeps its samples in all passes, which deal them to other updates: what it knows of them holds for every pass.
+A rank keeps its samples in all passes, which deal them to other updates: values that it computed for them stay valid.
 
 The two samples of a pair stay together in one micro-batch, the winner first. So do all samples of a group, for losses
 that compare them.
 
-Deterministic, for losses that recompute the rollout's log-probs: a micro-batch is what one Generate call held (whole
-groups up to `rollout.batch_size` rows, by group number), cut at `micro_batch_size` rows. With both sizes equal its
-forward repeats the rollout's bit for bit.
+Deterministic, for losses that recompute the rollout's log-probs: a micro-batch holds the rows of one Generate call
+(whole groups up to `rollout.batch_size` rows, by group number), cut at `micro_batch_size` rows. With both sizes equal
+its forward repeats the rollout's bit for bit.
 """
 
 from __future__ import annotations
