@@ -1,9 +1,11 @@
-"""RolloutService: who may sample, what is streamed back, and what the replica says of itself.
+"""RolloutService: admits requests, streams their samples, and reports the replica's status.
 
 Admission is by version: a request names job and policy version, and is taken only while exactly these are served. Work
-goes through the engine in order; a weight update stops admission, waits for what was admitted and only then touches
-the model. GetStatus tells which version is live. The standard health service tells less: that this process lives and
-its engine makes progress, so that a replica waiting for its first weights is not restarted.
+goes through the engine in order. A weight update stops admission, waits for the admitted work and only then touches the
+model.
+
+GetStatus reports the live version. The standard health service reports less: that this process lives and its engine
+makes progress, so that a replica that waits for its first weights is not restarted.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.DrainResponse(unfinished=await self.drain(request.timeout_s))
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuses new work and waits for what runs; returns the samples still running at the deadline."""
+        """Rejects new work and waits for running samples; returns those still running at the deadline."""
         self._state.drain()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)

@@ -1,15 +1,14 @@
-"""Faster forwards of the live transformers, in place: blocks compiled, their large linears in float8.
+"""Faster forwards of the live transformers, in place: compiled blocks, large linears in float8.
 
     load → accelerate → install LoRA → adapt → receive weights → refresh → …
 
-`compile` makes each block compile itself at its first forward. All blocks share the compiled code, and from the second
-text width or batch size on these are dynamic, so a run compiles a handful of times.
+`compile` makes each block compile itself at its first forward. All blocks share the compiled code. From the second text
+width or batch size on these are dynamic, so a run compiles a handful of times.
 
-Quantization is flowfleet/quantization's, and meant to go with `compile`. `fp8` keeps bfloat16 weights, which are what
-an update brings and what is hashed, and derives float8 copies from them, again by `refresh` after each update.
-`fp8_base` keeps float8 weights alone, for jobs that train an adapter on them (`model.base`).
-
-An adapter is multiplied by itself, in fewer passes where blocks are compiled, or merged into copies of the weights
+flowfleet/quantization does the quantization, which is meant to go with `compile`. `fp8` keeps bfloat16 weights, because
+updates bring and hash those, and derives float8 copies from them; `refresh` derives them again after each update.
+`fp8_base` keeps float8 weights alone, for jobs that train an adapter on them (`model.base`). An adapter is multiplied
+on its own, in fewer passes where blocks are compiled, or merged into copies of the weights
 (flowfleet/quantization/adapted.py).
 """
 

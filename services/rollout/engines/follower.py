@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Does what rank 0 orders until it orders nothing more or is gone."""
+    """Executes rank 0's orders until there are no more or rank 0 is gone."""
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):  # it died before we asked
         sys.exit(1)
@@ -144,7 +144,7 @@ class FollowerEngine(SplitEngine):
 
 
 def _end() -> None:
-    """At once: what the group would do at its end waits for ranks that may be gone."""
+    """Ends this process at once. A regular exit of the group would wait for ranks that may be gone."""
     logging.shutdown()
     os._exit(0)
 

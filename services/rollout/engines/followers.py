@@ -1,11 +1,11 @@
-"""The further devices of a replica that shares each sample between several: a process on each, and the orders it takes.
+"""Followers: processes on the further devices of a replica that splits each sample over several, and their orders.
 
-A follower holds the transformers and does what rank 0 orders, in order: loads, takes weights, and runs each forward
-that rank 0 runs. It decides nothing, so that all ranks are always alike. Orders come by a pipe, which may be silent for
-as long as nothing is to be done, and pickles what these processes alone write; tensors come by the group's collectives.
+A follower holds the transformers and executes rank 0's orders in sequence: loads, takes weights, and runs each forward
+that rank 0 runs. It decides nothing, so all ranks are always alike. Orders come by a pipe, which may be silent for any
+time. They are pickled, because only these processes write to it. Tensors come by the group's collectives.
 
-Whatever fails outside a collective is answered. A rank that fails inside one leaves the others waiting. Then the
-replica answers its caller and ends as a whole; what supervises it starts it again. It ends at once when a rank dies.
+A follower answers every failure outside a collective. A rank that fails inside one leaves the others waiting. Then the
+replica answers its caller and ends as a whole, and its supervisor restarts it. It ends at once when a rank dies.
 """
 
 from __future__ import annotations

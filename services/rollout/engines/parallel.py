@@ -1,11 +1,11 @@
-"""The diffusers engine on several devices that share every sample, so that one sample is made faster.
+"""Diffusers engine that splits every sample over several devices, so that each sample is made faster.
 
 This process is rank 0: it serves, encodes, samples and decodes as with one device. Only the transformers' forwards are
-split (sequence_parallel.py), so each of them is announced to the followers (followers.py), which run it too. Weights
-come to rank 0 as always; it hands them on and every rank verifies them.
+split (sequence_parallel.py). Rank 0 announces each forward to the followers (followers.py), which run it too. Weights
+come to rank 0 as always; it passes them on, and every rank verifies them.
 
-A rank that fails in a forward leaves the others waiting inside it. Then the call that runs is answered with the error,
-everything else is refused, and the process ends.
+A rank that fails in a forward leaves the others waiting inside it. Then the running call is answered with the error,
+all others are rejected, and the process ends.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ParallelEngine(SplitEngine):
 
     @contextmanager
     def _together(self, order: Load | Install | Verify) -> Iterator[None]:
-        """Has the followers do what is done inside. Raises what failed here, else what failed there."""
+        """Has the followers do the work inside too. Raises this process's failure, or else a follower's."""
         self._followers.order(order)
         failure: Exception | None = None
         try:
@@ -223,7 +223,7 @@ class ParallelEngine(SplitEngine):
             raise failure
 
     def _share(self) -> None:
-        """Hands on what an update brought."""
+        """Passes an update's weights on to the followers."""
         self._followers.order(Share())
         try:
             broadcast([*self._live_weights().values()])
@@ -236,7 +236,7 @@ class ParallelEngine(SplitEngine):
         raise Broken(why) from error
 
     def _lose(self, why: str, error: BaseException | None = None) -> None:
-        """Answers the call that runs with `why`, refuses all others and ends the process. For any thread."""
+        """Answers the running call with `why`, rejects all others and ends the process. Any thread may call it."""
         if self._failure:
             return
         self._failure = why

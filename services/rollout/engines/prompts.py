@@ -1,7 +1,7 @@
-"""The prompts of a request, as a model adapter encodes them: each group's once, and the negative one.
+"""Prompts of a request, encoded by a model adapter: each group's once, and the negative one.
 
-The rows of a batch are padded to the longest of them and no further: without padding a transformer needs no mask, which
-would keep it from the fastest attention kernels. Batches follow from the request, so a request repeated makes the same
+The rows of a batch are padded to the longest of them and no further: without padding a transformer needs no mask, and a
+mask rules out the fastest attention kernels. Batches follow from the request, so a repeated request makes the same
 bits.
 """
 
@@ -71,7 +71,7 @@ class PromptEncoder:
         return prompts, self._with_images(request, _negative_texts(request)) if is_guided else None
 
     def _with_images(self, request: GenerationRequest, texts: Sequence[str]) -> PromptEmbeds:
-        """Group by group, for the sizes of their images may differ before they are resized."""
+        """Encodes group by group, because the sizes of their images may differ before they are resized."""
         return concat_embeds(
             [
                 self._adapter.encode([text], images=[group.images])

@@ -1,7 +1,7 @@
-"""Sampling with a model adapter: the very functions that the trainer calls, without gradients. Synchronous.
+"""Sampling with a model adapter, by the functions that the trainer calls, without gradients. Synchronous.
 
 Rows are batched in (group, index) order; every row's initial latents and noise come from its own seed. A batch is cut
-at `max_batch` rows and its prompts are padded to the longest of them, so a request repeated makes the same bits.
+at `max_batch` rows and its prompts are padded to the longest of them, so a repeated request makes the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sampling tokens with a sequence adapter. Synchronous.
+"""Sampling of tokens with a sequence adapter. Synchronous.
 
 A prompt goes through the model once for its whole group, without padding; its samples then continue with copies of its
 keys and values. Rows of one prompt length share a batch, and a row that has ended leaves it. Every row draws one number
-per token from its own seed, whatever else is in the batch. Afterwards the trainer's own function computes the log-probs
-of each sequence alone, so that a trainer which does the same gets equal bits.
+per token from its own seed, so the other rows of the batch do not matter. Afterwards the trainer's own function
+computes the log-probs of each sequence alone, so that a trainer which does the same gets equal bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The media that a request brings: fetched, checked, decoded, and those of flows brought to the size of the samples.
+"""Media of a request: fetched, checked, decoded, and for flows brought to the size of the samples.
 
-Condition images stay as large as they are, for the model family knows how it wants them. Finished media become frames
-of exactly the request's size: cropped around the center to its aspect ratio, then resized; of a video `num_frames`
-frames are taken, evenly spaced from the first to the last.
+Condition images keep their size, because the model family knows which it needs. Finished media become frames of exactly
+the request's size: cropped around the center to its aspect ratio, then resized; of a video `num_frames` frames are
+taken, evenly spaced from the first to the last.
 """
 
 from __future__ import annotations

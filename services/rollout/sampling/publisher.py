@@ -1,4 +1,4 @@
-"""From a generated batch to blobs, the job's stream and finished `Sample` messages.
+"""Publisher: stores a generated batch as blobs, writes it to the job's stream and makes the `Sample` messages.
 
 A blob's key carries the hash of its content, so a sample made twice never changes what an earlier reference points to.
 A training sample is appended to the job's trajectory stream once all its blobs are stored, and its caller gets its id;
@@ -41,7 +41,7 @@ _PARALLEL_WRITES = 8
 
 @dataclass(frozen=True)
 class _Shared:
-    """References that the samples of one batch have in common, or that came with the request."""
+    """References that the samples of one batch share, or that came with the request."""
 
     embeds: dict[int, BlobRef]
     """Embeddings by group."""

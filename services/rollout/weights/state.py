@@ -1,17 +1,17 @@
-"""Which weights a replica holds and who may use them: the receiver's state machine. Pure: no tasks, clients or tensors.
+"""State machine of a replica's weights: which it holds and who may use them. Pure: no tasks, clients or tensors.
 
     IDLE ──start──► UPDATING ──finish──► SERVING ──start──► UPDATING …
       ▲                 │                   │
       └──── forget ─────┴──── rebind ───────┘
 
-Whatever goes wrong in an update leaves IDLE: the weights are then unknown, and only a whole update that verified leads
-back to SERVING. Draining lies across these states: it refuses work and lets what runs finish.
+A failed update leaves IDLE: the weights are then unknown, and only a whole, verified update leads back to SERVING.
+Draining lies across these states: it rejects work and lets running work finish.
 
 A generation holds a `Ticket` from admission until its samples are published. Weights change only between `touch` and
 the next `finish`, never while samples are in flight; `epoch` rises at each `touch`, so a ticket can be checked.
 
 A job that averages its weights has two kinds of one version: those that sample, and those that are evaluated, which
-means validated and exported. A replica serves one of them at a time, and refuses requests for the other.
+means validated and exported. A replica serves one of them at a time, and rejects requests for the other.
 """
 
 from __future__ import annotations

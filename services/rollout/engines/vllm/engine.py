@@ -1,8 +1,8 @@
-"""The vLLM engine: `LLMEngine` in this process, stepped on the engine's own thread.
+"""vLLM engine: `LLMEngine` in this process, stepped on the engine's own thread.
 
 Sequences of all requests share vLLM's batches: a request adds its own between two steps, and a sequence that has ended
-leaves room for the next. Weights change in place, on the same thread, while nothing samples; what vLLM keeps of prompts
-under the old ones is dropped.
+leaves room for the next. Weights change in place, on the same thread, while nothing samples. vLLM's cache of prompts
+under the old weights is then dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ THINKERS: Final = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeF
 FAMILIES: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *THINKERS)
 """Models that are sampled here."""
 _TURN_S: Final = 0.02
-"""Steps are made for so long before the thread looks at what else is asked of it."""
+"""Seconds of steps before the thread looks for other requests."""
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -245,7 +245,7 @@ class VllmEngine(RolloutEngine):
         return outcomes
 
     def _abandon(self, asked: _Asked) -> None:
-        """Ends what is left of a request."""
+        """Ends the remaining sequences of a request."""
         if asked in self._asked:
             self._asked.remove(asked)
             self._llm.abort_request(list(asked.running.waiting))
@@ -347,7 +347,7 @@ class VllmEngine(RolloutEngine):
         self._bind()
 
     def _bind(self) -> None:
-        """Puts a received adapter into the layers, and drops what vLLM keeps of prompts under other weights."""
+        """Puts a received adapter into the layers, and drops vLLM's cache of prompts under other weights."""
         if self._live is not None:
             self._live.bind()
         if not self._llm.reset_prefix_cache():

@@ -1,4 +1,4 @@
-"""Starts vLLM in this process. Nothing of it is imported before."""
+"""Starts vLLM in this process. vLLM is not imported before."""
 
 from __future__ import annotations
 

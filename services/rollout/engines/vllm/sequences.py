@@ -1,4 +1,4 @@
-"""Requests for sequences as vLLM takes them, and what came of them. Used on the engine's thread alone."""
+"""Requests for sequences in vLLM's form, and their results. Used on the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Running:
     prompts: Mapping[int, EncodedPrompt]
     cancelled: Callable[[], bool]
     waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """vLLM's ids of sequences that have not ended, with their group and place in it."""
+    """Group and position in it of each sequence that has not ended, by vLLM's id."""
     ended: dict[int, dict[int, Any]] = field(default_factory=dict)
     """vLLM's outputs by group and place in it."""
     seconds: float = 0.0

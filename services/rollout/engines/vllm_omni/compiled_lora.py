@@ -1,9 +1,9 @@
 """LoRA on vLLM's linears for torch.compile, and merged into their weights.
 
-vLLM-Omni adds each part's product into its slice of the output in place, `torch.addmm(out=slice)`. That is what eager
-mode wants. A compiled block breaks into pieces at it where a linear is fused, for a slice's memory is not contiguous,
-and elsewhere copies the whole output first. While compiling, one product takes all A matrices of a fused linear, and
-one operator adds those of B where the large product was written (flowfleet/quantization/adapted.py).
+vLLM-Omni adds each part's product into its slice of the output in place, `torch.addmm(out=slice)`, as suits eager mode.
+A compiled block breaks into pieces there if a linear is fused, because a slice's memory is not contiguous; otherwise it
+copies the whole output first. While compiling, one product takes all A matrices of a fused linear, and one operator
+adds those of B where the large product was written (flowfleet/quantization/adapted.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The vLLM-Omni engine: `AsyncOmni` in this process, one worker on one device, our pipelines in it.
+"""vLLM-Omni engine: `AsyncOmni` in this process, one worker on one device, with our pipelines in it.
 
-A batch of the sampler is one request to vLLM-Omni, so its rows do not depend on what else is asked at the time. Weights
-change between two batches: scheduling is paused, which lets the running batch finish, a worker RPC changes them, and
-scheduling resumes.
+A batch of the sampler is one request to vLLM-Omni, so its rows do not depend on other requests at the time. Weights
+change between two batches: the engine pauses scheduling, which lets the running batch finish, changes them by a worker
+RPC, and resumes scheduling.
 """
 
 from __future__ import annotations

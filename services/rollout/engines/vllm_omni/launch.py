@@ -1,4 +1,4 @@
-"""Starts vLLM-Omni in this process, with our pipelines and worker extension. Nothing of it is imported before."""
+"""Starts vLLM-Omni in this process, with our pipelines and worker extension. vLLM-Omni is not imported before."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _set_environment(device: torch.device) -> None:
 
 
 def _quieten() -> None:
-    """vLLM-Omni tells each request, and warns of each that has no output of its own, as all of ours."""
+    """Silences vLLM-Omni's line per request, and its warning per request without output of its own: ours have none."""
     for library in ("vllm", "vllm_omni"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("vllm_omni.diffusion.diffusion_engine").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""Lets vLLM-Omni be imported where torchvision, librosa and other libraries of its language models are absent.
+"""Slim imports: vLLM-Omni loads where torchvision, librosa and other libraries of its language models are absent.
 
-`vllm_omni.config.pipeline_registry` wants `<package>.pipeline` of every model package alone, but importing those runs
+`vllm_omni.config.pipeline_registry` needs only `<package>.pipeline` of every model package, but importing those runs
 the packages' `__init__`, which import whole models. Here the packages are registered without running theirs.
 """
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 LANGUAGE_MODELS = "vllm_omni.model_executor.models"
 WAN = "vllm_omni.diffusion.models.wan2_2"
-"""Its `__init__` imports pipelines of Wan's for images and sound, which want torchvision too."""
+"""Package whose `__init__` imports Wan's pipelines for images and sound, which need torchvision too."""
 
 
 def install() -> None:
