@@ -121,7 +121,7 @@ def digest(data: bytes, chunk_bytes: int = CHUNK_BYTES) -> str:
 
 
 def verify(ref: BlobRef, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """`data`, when it is what the reference says; else DataLoss."""
+    """Returns `data` if it is what the reference says; raises DataLoss otherwise."""
     if len(data) != ref.size_bytes:
         raise DataLoss(f"blob {ref.uri} has {len(data)} bytes, its reference says {ref.size_bytes}")
     actual = digest(data, chunk_bytes)

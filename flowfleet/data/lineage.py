@@ -1,9 +1,9 @@
-"""Which weights go with which ledger: a hash chain over the requests that made them.
+"""Lineage of weights: a hash chain over the requests that made them, which shows whether they belong to a ledger.
 
 The lineage of version v + 1 is the hash of the lineage of version v and of the TrainStep request of step v. The trainer
-keeps it in its record and its checkpoints, the controller in its ledger, each computed by itself. A version number
-alone does not tell two histories apart: a Redis that lost its newest writes makes the same versions once more, from
-other requests.
+keeps it in its record and its checkpoints, the controller in its ledger; each computes its own. A version number alone
+does not tell two histories apart: a Redis that lost its newest writes makes the same versions again, from other
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def follow(history: Mapping[int, str], request: trainer_pb2.TrainStepRequest) ->
 
 
 def digest_of(request: trainer_pb2.TrainStepRequest) -> str:
-    """Hash of one request, for where nothing before it is known."""
+    """Hashes one request alone, for weights whose earlier lineage is unknown."""
     return hashlib.sha256(_identity(request).SerializeToString(deterministic=True)).hexdigest()[:_DIGITS]
 
 

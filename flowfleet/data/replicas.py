@@ -1,4 +1,4 @@
-"""Where the rollout replicas are and what each serves, in Redis: replicas write, the controller reads what changed.
+"""Registry of the rollout replicas in Redis: replicas write their records, the controller reads the changes.
 
     records    hash: replica → `ReplicaRecord` as JSON
     renewed    sorted set: replica → when it was renewed last, in ms of the server's clock
@@ -7,9 +7,9 @@
     owner:ID   the process that joined last under a replica's id; kept for a day after it was renewed last
 
 A replica writes its record every few seconds and whenever it changes; one that is not renewed for `EXPIRES_S` is gone.
-A process that was suspended may wake when another has taken its place: it writes no record any more, and ends. A look
-costs what changed since the one before, however many replicas there are. Each call is one script, so that a reader
-never sees half of a change.
+A process that was suspended may wake when another has taken its place: it writes no further record, and exits. The cost
+of a look depends on the number of changes since the last one, not on the number of replicas. Each call is one script,
+so that a reader never sees half of a change.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STALE_S: Final = 4.5
 OWNER_S: Final = 24 * 3600
 """A process that wakes later than this after its successor has ended may join again."""
 MAX_DRIFT_MS: Final = 5000
-"""A server's clock that gets on by so much more or less than ours between two looks has jumped."""
+"""Milliseconds that the server's clock may gain or lose on ours between two looks; beyond it has jumped."""
 SETTLES_S: Final = 2 * RENEW_EVERY_S
 """After a jump, or a reader's start, every replica is renewed within this."""
 MAX_RECORD_BYTES: Final = 16 * 1024
 MAX_NUMBER: Final = 2**63
 LOOK_COUNT: Final = 1000
-"""Changes that one look gives at most: a script holds up everybody else's commands."""
+"""Maximum number of changes that one look returns, because a script blocks all other commands."""
 
 _PUT = """
 local owner = redis.call('GET', KEYS[5])
@@ -112,7 +112,7 @@ class ReplicaRecord:
     model: str
     """Preloaded model, empty for none."""
     pool: str
-    """Rollout pool; a job samples on the replicas of one."""
+    """Rollout pool; a job samples on the replicas of one pool."""
     state: str = "idle"
     """idle, serving, updating or draining: RolloutState of rollout.proto."""
     job_id: str = ""
@@ -225,7 +225,7 @@ class ReplicaDirectory:
         await self._remove(keys=self._keys, args=[record.replica_id, record.incarnation])
 
     async def get(self, replica_id: str) -> ReplicaRecord | None:
-        """Also of one that is not renewed any more, until somebody looks."""
+        """Returns a replica's record, even if it is no longer renewed, until a look removes it."""
         record = await self._redis.hget(self._keys[0], replica_id)
         return None if record is None else ReplicaRecord.from_json(record)
 
@@ -257,7 +257,8 @@ def _name(replica_id: bytes) -> str:
 
 
 def _record_of(name: str, text: bytes) -> ReplicaRecord:
-    """The record under a name. Raises ValueError for what is not one, and for one that speaks for another replica."""
+    """Parses the record under a name. Raises ValueError for anything but a record, and for a record of another
+    replica."""
     record = ReplicaRecord.from_json(text)
     if record.replica_id != name:
         raise ValueError(f"it speaks for {record.replica_id!r}")

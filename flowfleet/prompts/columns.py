@@ -1,8 +1,8 @@
-"""From a row of a data set to a prompt, whatever format the row was read from.
+"""Rows of a data set become prompts here, whatever format they were read from.
 
 Known columns are the prompt's own, `images`, `audio`, `video`, `negative_prompt` and `metadata`; preferences add
-`chosen` and `rejected`. Every other column becomes metadata, and a name that is nearly a known one is refused: no
-column is dropped in silence.
+`chosen` and `rejected`. Every other column becomes metadata, and a name that is nearly a known one is rejected: no
+column is dropped silently.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def _near(name: str, known: tuple[str, ...]) -> str:
-    """The known name that an unknown one is a slip of the pen from, or "". Numbered columns are none."""
+    """Returns the known name that a misspelled one means, or "". A numbered column is not a misspelling."""
     if name in known or name.rstrip("0123456789_-") in known:
         return ""
     plain = _plain(name)

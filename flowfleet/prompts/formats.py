@@ -159,7 +159,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _check_characters(value: Any, where: str) -> None:
-    """Raises ValueError for what JSON can escape and no message can hold."""
+    """Raises ValueError for characters that JSON can escape but a message cannot hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -202,8 +202,8 @@ def _cell(name: str, cell: str) -> Any:
 
 @contextmanager
 def _uncollected(number: int) -> Iterator[None]:
-    """Keeps the garbage collector from looking at very many lines again and again, now and later: all threads stand
-    still meanwhile."""
+    """Keeps the garbage collector from scanning very many lines again and again, now and later: a scan stops all
+    threads."""
     if number < MANY:
         yield
         return

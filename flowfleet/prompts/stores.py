@@ -1,4 +1,4 @@
-"""Reads a data set from where this process runs, with its own rights: what `flowfleet submit --check` asks."""
+"""Reads a data set on this machine with this process's own rights, for `flowfleet submit --check`."""
 
 from __future__ import annotations
 

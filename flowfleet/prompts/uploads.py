@@ -24,13 +24,13 @@ def place_of(digest: str, name: str) -> str:
 
 
 def parts_of(name: str) -> tuple[str, str] | None:
-    """Digest and name; None for what names no upload."""
+    """Splits a name into digest and file name; None if it does not name an upload."""
     match = _PLACE.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def name_of(path: PurePath) -> str:
-    """The name that a file of the user gets. Raises ValueError for what is no file of prompts."""
+    """Returns the upload's name for a user's file. Raises ValueError for a suffix that prompt files do not have."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: only prompt files can be uploaded: give {', '.join(SUFFIXES)}")
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem).lstrip("._-")[:100] or "prompts"

@@ -1,4 +1,4 @@
-"""The end of a Redis' append-only file, and what it was earlier: a power cut as drills and tests make one.
+"""Positions in a Redis append-only file, and cutting it back to one: drills and tests make a power cut so.
 
 Redis 6.2 appends to one file, `appendonly.aof`. Redis 7 has a folder, `appendonlydir`, whose manifest names a base and
 the files that follow it; it appends to the last of them.
@@ -24,7 +24,7 @@ class Position:
 
 
 def position(directory: Path) -> Position:
-    """The end of what the server that keeps its data in `directory` appends to. Raises NotFound without such a file."""
+    """Returns the end of the file that the server in `directory` appends to. Raises NotFound without such a file."""
     file = directory / _NAME
     manifest = directory / "appendonlydir" / f"{_NAME}.manifest"
     if manifest.is_file():
@@ -36,8 +36,8 @@ def position(directory: Path) -> Position:
 
 
 def cut(directory: Path, earlier: Position) -> int:
-    """Takes off what was appended since, and returns its bytes; a last command that is cut in two is dropped by the
-    server. It must not write meanwhile. Raises NotFound where it has rewritten its file since."""
+    """Cuts off the bytes appended since, and returns their number. The server drops a last command that is cut in two.
+    It must not write meanwhile. Raises NotFound if it has rewritten its file since."""
     now = position(directory)
     if now.file != earlier.file or now.size_bytes < earlier.size_bytes:
         raise NotFound(f"{earlier.file} was rewritten since: begin again from the position of now")

@@ -64,7 +64,8 @@ def connect_sync(url: str) -> redis.Redis:
 
 
 def _policy() -> dict[str, Any]:
-    """Pauses, their number, and what is retried; a server that still loads its data is a ConnectionError as well."""
+    """Returns the retry policy: pauses, their number, and the errors that are retried. A server that still loads its
+    data counts as a ConnectionError."""
     backoff = EqualJitterBackoff(cap=_BACKOFF_CAP_S, base=_BACKOFF_BASE_S)
     return {"backoff": backoff, "retries": _RETRIES, "supported_errors": _TRANSIENT}
 

@@ -60,7 +60,7 @@ def blob(job_id: str, *parts: str | int) -> str:
 
 
 def fleet_key(*parts: str | int) -> str:
-    """`ff-fleet:<part>:…`: what belongs to no job."""
+    """Key `ff-fleet:<part>:…`, which belongs to no job."""
     return ":".join(["ff-fleet", *(_checked(part) for part in parts)])
 
 
@@ -86,7 +86,7 @@ def acknowledged() -> str:
 
 
 def driving() -> str:
-    """Hash: job → what is suspected of it, as JSON, while it may bring the controller down (quarantine.py)."""
+    """Hash: job → suspicion against it, as JSON, while it may bring the controller down (quarantine.py)."""
     return fleet_key("driving")
 
 
@@ -101,7 +101,7 @@ def demand() -> str:
 
 
 def notices() -> str:
-    """Stream of ids of jobs that changed, for those who watch."""
+    """Stream of ids of jobs that changed, for watchers."""
     return fleet_key("notices")
 
 
@@ -116,7 +116,7 @@ def session(digest: str) -> str:
 
 
 def changes() -> str:
-    """Pub/sub channel on which controllers tell each other to look again: jobs, or demand."""
+    """Pub/sub channel by which controllers ask each other to look again: at jobs, or at demand."""
     return fleet_key("changes")
 
 
@@ -136,7 +136,7 @@ def job(job_id: str) -> str:
 
 
 def events(job_id: str) -> str:
-    """Stream of what happened, as users see it."""
+    """Stream of a job's events, as users see them."""
     return job_key(job_id, "events")
 
 

@@ -1,4 +1,4 @@
-"""Says in words why Redis does not serve, and what to change; writes that must not be lost wait for it."""
+"""Explains why Redis does not serve, and what to change. Writes that must not be lost wait until it serves again."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def trouble(error: RedisError) -> str | None:
 
 
 async def patiently(write: Callable[[], Awaitable[T]]) -> T:
-    """The result of `write`, which is repeated while Redis refuses it: what was computed for it is not lost. A Redis
-    that cannot be reached is the client's to wait for."""
+    """Returns the result of `write`. Repeats it while Redis rejects it, so that the work behind it is not lost. Waiting
+    for an unreachable Redis is the client's part."""
     while True:
         try:
             return await write()

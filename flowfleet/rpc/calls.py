@@ -40,8 +40,8 @@ def of_server() -> list[Any]:
 
 
 class Caller:
-    """Stands next to the wire: a call ends when gRPC says so, whoever still waits for it. No interceptor of its own,
-    which would cost more than the span, most of all in streams."""
+    """Traces calls at the wire: a span ends when gRPC ends the call, even if the caller has stopped waiting. It is not
+    an interceptor, because one would cost more than the span, most of all in streams."""
 
     def __init__(self, tracer: Tracer, address: str) -> None:
         self._tracer = tracer
@@ -81,7 +81,7 @@ async def _end(tracer: Tracer, span: OpenSpan, call: Any, end_ns: int) -> None:
 
 
 class _Served(grpc.aio.ServerInterceptor):
-    """Behind the guard, so that what may not call leaves no span."""
+    """Interceptor behind the guard, so that rejected callers leave no span."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -75,10 +75,8 @@ log = logging.getLogger(__name__)
 
 
 def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
-    """A channel to host:port; the token comes from the environment unless given. Close it with `await close()`.
-
-    ValueError for what is no host:port, and for certificates that cannot work.
-    """
+    """Opens a channel to host:port; the token comes from the environment unless given. Close it with `await close()`.
+    ValueError for an address that is not host:port, and for certificates that cannot work."""
     service.check_address(address)
     token, certificates = token or service.secret(service.RPC_TOKEN), tls.from_env()
     traced = calls.of_client(address)
@@ -95,17 +93,17 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
 
 
 def open_channel_with(address: str, credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
-    """The same by TLS credentials of the caller's own, for a service that is not the fleet's."""
+    """Opens a channel with the caller's own TLS credentials, for a service outside the fleet."""
     token = service.secret(service.RPC_TOKEN)
     interceptors: list[Any] = [_UnaryRules(token, None, address, None), _StreamRules(token)]
     return grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors)
 
 
 def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
-    """A server without services and without an address. The token comes from the environment unless given.
+    """Creates a server without services and without an address. The token comes from the environment unless given.
 
-    `guarded=False`, which `listen` needs as well: neither a token nor the fleet's name in a client's certificate
-    is asked for. For protocols of others, as KEDA's; with TLS their clients need a certificate of the CA all the same.
+    `guarded=False`, which `listen` needs as well, checks neither a token nor the fleet's name in a client's
+    certificate. It is for foreign protocols such as KEDA's. With TLS their clients still need a certificate of the CA.
     """
     certificates = tls.from_env()
     name = certificates.name if certificates and guarded else None
@@ -139,7 +137,7 @@ class HealthState:
             await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def shut_down(self) -> None:
-        """Not serving, for good."""
+        """Reports NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()
 
 
@@ -279,7 +277,7 @@ def _with(details: grpc.aio.ClientCallDetails, added: Sequence[tuple[str, str]])
 
 
 class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
-    """Says as well what is wrong where the two ends do not agree on TLS, which gRPC tells in riddles or not at all."""
+    """Rules that also explain TLS mismatches between the two ends, which gRPC reports obscurely or not at all."""
 
     def __init__(
         self, token: str | None, traced: calls.Caller | None, address: str, certificates: tls.Certificates | None

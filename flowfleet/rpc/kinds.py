@@ -88,7 +88,7 @@ class Callers:
     """Whom a server admits, by the token that a call carries."""
 
     token: str | None = None
-    """Opens every method, whoever sends it; for fleets with one token, and for rewards."""
+    """Token that opens every method to anyone who sends it; for fleets with one token, and for rewards."""
     digests: tuple[tuple[Caller, str], ...] = ()
     """SHA-256 of the callers' tokens."""
 
@@ -96,7 +96,8 @@ class Callers:
         return bool(self.token or self.digests)
 
     def kind_of(self, token: str) -> Caller | None:
-        """The kind that sends this token, None for a stranger. The one token of a fleet counts as its controller's."""
+        """Returns the kind that sends this token, None for a stranger. A fleet's only token counts as its
+        controller's."""
         if self.token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
             return "controller"
         sent = digest(token)
@@ -145,7 +146,7 @@ def digest(token: str) -> str:
 
 
 def without_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what belongs to one service: keys, tokens, URLs with passwords."""
+    """Returns an environment without the secrets of one service: keys, tokens, URLs with passwords."""
     return {name: value for name, value in environment.items() if not _OWN.fullmatch(name)}
 
 

@@ -62,7 +62,7 @@ class Certificates:
         return self.directory / name
 
     def current(self) -> Identity:
-        """The last good files; the same object while they have not changed."""
+        """Returns the last good files; the same object while they have not changed."""
         with self._lock:
             try:
                 self._renew()

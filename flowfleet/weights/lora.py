@@ -1,8 +1,8 @@
-"""The LoRA adapter: injected the same way by trainer and replicas, named as diffusers names it on disk.
+"""LoRA adapter: injected the same way by trainer and replicas, named as diffusers names it on disk.
 
 A published adapter is a safetensors blob whose keys are those of `pytorch_lora_weights.safetensors`, for example
-`transformer.transformer_blocks.0.attn.to_q.lora_A.weight`; what stands before the first dot is the component. The same
-names carry the hashes of a weight update.
+`transformer.transformer_blocks.0.attn.to_q.lora_A.weight`; the component comes before the first dot. The hashes of a
+weight update use the same names.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def inject_lora(experts: Experts, lora: LoraSpec, *, dtype: torch.dtype | None =
 
 
 def _dtype(transformer: nn.Module) -> torch.dtype:
-    """A transformer's dtype, whatever of it is a float8 base."""
+    """Returns a transformer's dtype, even if parts of it are a float8 base."""
     return next(parameter.dtype for parameter in transformer.parameters() if parameter.itemsize > 1)
 
 

@@ -1,8 +1,8 @@
-"""The group over which weights travel: trainer rank 0 and the live replicas.
+"""Transfer group over which weights travel: trainer rank 0 and the live replicas.
 
 It is a store and a process group of its own, never torch's default group: a replica that dies takes down this group
 only, and the trainer makes another without it. Every wait is bounded by the group's `timeout_s`, and ends at once when
-the group is left, by whichever thread: on a device backend a dead peer is otherwise waited for until the deadline.
+any thread leaves the group. Otherwise a device backend would wait for a dead peer until the deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GroupBroken(TransferError):
 
 
 class TransferStore:
-    """The trainer's TCPStore for all its groups, listening on `host` alone. Its port is free and found by itself."""
+    """The trainer's TCPStore for all its groups, listening on `host` alone, on a free port of its own choice."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -72,7 +72,7 @@ class TransferMember:
     def __init__(self, group: TransferGroup, device: torch.device, process_group: Any) -> None:
         self.group_id = group.group_id
         self.device = device if group.backend == devices.backend(device) else torch.device("cpu")
-        """Where tensors must lie to be broadcast: over Gloo in host memory, whatever computes."""
+        """Device on which tensors must lie to be broadcast: with Gloo the host's memory, whichever device computes."""
         self.timeout_s = group.timeout_s
         self._backend = group.backend
         self._process_group = process_group
@@ -124,7 +124,7 @@ class TransferMember:
             return Transfer(process_group.broadcast([flat], options), flat, self)
 
     def abort(self) -> None:
-        """Leaves the group at once, from any thread: what is under way in it fails, here and for the others."""
+        """Leaves the group at once, from any thread: running transfers fail, here and for the others."""
         process_group, self._process_group = [self._process_group], None
         if process_group[0] is None:
             return
@@ -154,8 +154,8 @@ class TransferMember:
             work.wait(timedelta(seconds=self.timeout_s))
 
     def _connect(self, deadline: float, given_up: Callable[[], bool]) -> None:
-        """A first broadcast of one byte. In it NCCL and HCCL make their communicator, which a peer that has just died
-        would block for ever: then the thread that waits for it is left behind."""
+        """Broadcasts a first byte, in which NCCL and HCCL make their communicator. A peer that has just died would
+        block that for ever: then the waiting thread is left behind."""
         device, done = self.device, Future[None]()
 
         def first() -> None:
@@ -217,7 +217,7 @@ def _check_wait(what: str, deadline: float, given_up: Callable[[], bool], missin
 
 @contextmanager
 def _explained(group_id: str) -> Iterator[None]:
-    """Turns what a backend raises into GroupBroken, or TransferError where the fault is this member's own."""
+    """Turns a backend's error into GroupBroken, or into TransferError where the fault is this member's own."""
     try:
         yield
     except TransferError:
@@ -228,7 +228,7 @@ def _explained(group_id: str) -> Iterator[None]:
 
 
 def _end(backend: str, process_group: list[Any]) -> None:
-    """Takes the last reference out of the list, for the destructor waits as well."""
+    """Takes the last reference out of the list, because the destructor waits too."""
     group = process_group.pop()
     try:
         devices.abort_process_group(backend, group)

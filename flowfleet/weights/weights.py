@@ -1,8 +1,8 @@
-"""Weights on their way from the trainer to the replicas: hashes, buckets, and what both ends do with them.
+"""Weights on their way from the trainer to the replicas: hashes and buckets, and their use at both ends.
 
-Weights travel as buckets: one flat byte buffer holding its parameters one behind the other, each at an offset
-that is a multiple of 16. The trainer calls `send`, every replica `receive`, over a `TransferMember`.
-Either way (broadcast or adapter blob) a replica then calls `verify` on the parameters it really has, and serves the new
+Weights travel as buckets: a bucket is one flat byte buffer that holds its parameters one behind the other, each at an
+offset that is a multiple of 16. The trainer calls `send`, every replica `receive`, over a `TransferMember`. With
+broadcast and adapter blob alike, a replica then calls `verify` on the parameters it really has, and serves the new
 version only after that. The adapter's own part is in `flowfleet.weights.lora`.
 """
 
