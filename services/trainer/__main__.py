@@ -165,7 +165,7 @@ async def end_when_replaced(worker: Worker, on_fatal: Callable[[], None]) -> Non
 def _replica(
     options: argparse.Namespace, worker: Worker, loop: asyncio.AbstractEventLoop, on_replaced: Callable[[], None]
 ) -> RankReplica:
-    """This rank as a replica, which joins the fleet with the first job that wants it to sample. Its loop also calls
+    """Makes this rank's replica, which joins the fleet with the first job that samples on it. Its loop also calls
     rewards."""
     worker.loop = loop
     replica = RankReplica(

@@ -101,7 +101,7 @@ def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool
 
 
 def model_bytes(engine: Engine) -> int:
-    """About the size of what `write_model` writes: adapters twice, or the trained transformers."""
+    """Estimates the size of `write_model`'s files: adapters twice, or the trained transformers."""
     elements: int = sum(parameter.numel() for parameter in engine.trained.values())
     return elements * engine.dtype.itemsize * (2 if engine.is_lora else 1)
 

@@ -39,7 +39,7 @@ class Runner:
         return bool(self._running)
 
     async def once(self, key: Hashable, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine to its end whatever becomes of the caller; joins the one of the same key in flight."""
+        """Runs a coroutine to its end even if the caller is gone; joins a running one of the same key."""
         task = self._running.get(key)
         if task is None:
             task = asyncio.create_task(make())

@@ -1,4 +1,4 @@
-"""TrainerService on rank 0: what is asked is checked against the record here, then done by all ranks."""
+"""TrainerService on rank 0: checks requests against the record, then has all ranks execute them."""
 
 from __future__ import annotations
 

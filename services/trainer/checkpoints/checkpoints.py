@@ -313,7 +313,7 @@ def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str
 
 
 def _fingerprint(engine: Engine) -> str:
-    """sha256 over names and shapes of what is trained, and whether its moments have 8 bits or 32."""
+    """sha256 over names and shapes of the trained weights, and over the bits of a moment, 8 or 32."""
     text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in _sorted(engine.trained))
     if engine.spec.trainer.optimizer.state == "8bit":
         text += "\n8bit"

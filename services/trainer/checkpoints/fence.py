@@ -50,8 +50,8 @@ class Fence:
             raise Replaced(f"trainer {newest} replaced trainer {self.attempt} of this job")
 
     def put(self, aside: Path, path: Path) -> None:
-        """Gives a folder that was written aside its name, in place of what has it. Raises Replaced, and changes nothing
-        then."""
+        """Renames a folder that was written aside, in place of the one of that name. Raises Replaced without any
+        change."""
         self.check()
         try:
             if path.exists():

@@ -90,14 +90,14 @@ def write(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, s
 
 
 def read_into(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Collective. Copies what a checkpoint has by the same names into these, however it was spread over its ranks."""
+    """Collective. Copies a checkpoint's tensors into those of the same names, however it was spread over its ranks."""
     reader = HuggingFaceStorageReader(str(folder))
     load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=ranks.world_size == 1)
 
 
 def read_verified(tensors: dict[str, Tensor], folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Collective. Copies what a checkpoint has by the same names into these. Raises DataLoss on all ranks if a file of
-    any of them is not what was written; Conflict if it is, and has not what is asked for."""
+    """Collective. Copies a checkpoint's tensors into those of the same names. Raises DataLoss on all ranks if the file
+    of any differs from what was written; Conflict if the files are intact but lack a requested tensor."""
     failure: CheckpointException | None = None
     with ThreadPoolExecutor(1, "verify") as pool:
         verified = pool.submit(_damage, folder, state["digests"], ranks)
@@ -191,7 +191,7 @@ def _put(file: Any, digest: Digest, piece: Any) -> None:
 
 
 def _header(items: Sequence[Any]) -> bytes:
-    """Length and JSON of a safetensors file, with what torch's reader wants to know: where each shard begins."""
+    """Length and JSON of a safetensors file, with the start of each shard, which torch's reader needs."""
     offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
     assert len(offsets) == len(items), "a rank has one shard of a tensor"
     header: dict[str, Any] = {
@@ -208,6 +208,6 @@ def _header(items: Sequence[Any]) -> bytes:
 
 
 def _first_os_error(error: BaseException) -> OSError | None:
-    """The first rank's OSError in what torch raises on all ranks for the failures of some."""
+    """Returns the first rank's OSError in the error that torch raises on all ranks."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     return next((one for one, _ in (failures[rank] for rank in sorted(failures)) if isinstance(one, OSError)), None)

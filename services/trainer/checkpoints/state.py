@@ -56,5 +56,5 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """sha256 of what is in `state.json`, however it is written."""
+    """sha256 of the contents of `state.json`, whatever its formatting."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

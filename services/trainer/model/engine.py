@@ -195,7 +195,7 @@ class Engine:
         return Gather(tensors, self.dtype, self.ranks.device, on_bucket=self.ranks.beats.beat)
 
     def full_tensors(self, *, evaluated: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Collective, a bucket at a time. Whole tensors of what is published, by published name."""
+        """Collective, a bucket at a time. Yields the published weights as whole tensors, by published name."""
         return self.gather(evaluated=evaluated).tensors()
 
     def reshard(self) -> None:
@@ -241,7 +241,8 @@ class Engine:
         return opened
 
     def _read(self, start: WarmStart) -> dict[str, Tensor]:
-        """Collective. An adapter's shards, fp32, by way of what is trained, whose values come after this."""
+        """Collective. Reads an adapter's shards, fp32, through the trained parameters, whose own values are set after
+        this."""
         start.fill(self.trained, self.ranks)
         return {name: local(parameter).clone() for name, parameter in self.trained.items()}
 

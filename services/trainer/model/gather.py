@@ -73,7 +73,7 @@ class Gather:
         self._on_bucket()
 
     def rest(self) -> None:
-        """Collective. Takes part in what is left, for ranks that want no weights or could not send them."""
+        """Collective. Takes part in the remaining buckets, for ranks that need no weights or could not send them."""
         for bucket in self.buckets[self._filled :]:
             self.fill(bucket, None)
 

@@ -175,7 +175,7 @@ class TransformersSource(CheckpointSource):
         return torch.stack(read)
 
     def _names(self, name: str) -> list[str]:
-        """Stored names of a parameter, of one that all experts share those of the first; none where it is absent."""
+        """Stored names of a parameter, the first expert's if all experts share it; empty where it is absent."""
         layout, stored_as = fused(name), stored_name(name)
         candidates = [stored_as] if layout is None or self._place(stored_as) else layout.of(0)
         if name == "lm_head.weight" and not self._place(stored_as):  # tied: the embeddings

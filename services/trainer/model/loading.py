@@ -28,13 +28,14 @@ class Source(Protocol):
     """A component's weights by their names in its checkpoint."""
 
     def check(self, expert: nn.Module) -> None:
-        """Raises ValueError naming what the transformer needs and this has not, or in another shape."""
+        """Raises ValueError that names a parameter which the transformer needs and the source lacks or has in another
+        shape."""
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         """Some rows of a parameter that has `shape` as a whole; any dtype, on any device."""
 
     def buffer(self, name: str) -> Tensor | None:
-        """A buffer that checkpoints hold; None leaves what the model made itself."""
+        """Returns a buffer that checkpoints hold; None keeps the one that the model made itself."""
 
 
 class DummySource:
@@ -87,8 +88,8 @@ def fill_by_blocks(
 
 
 def fill(expert: nn.Module, source: Source, ranks: Ranks, wanted: Callable[[str], object] = bool) -> None:
-    """Gives a transformer its weights, or those that are wanted by name, but for the adapter's, in the dtypes that it
-    has. Each rank for itself."""
+    """Fills a transformer with its weights in its own dtypes, except the adapter's; or only those that `wanted` selects
+    by name. Each rank fills its own rows."""
     with torch.no_grad():
         for name, parameter in expert.named_parameters():
             if ".lora_" not in name and wanted(name):

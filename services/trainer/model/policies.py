@@ -34,12 +34,11 @@ class Teacher:
 
 
 Policy = Literal["reference", "old"] | Teacher
-"""reference: the model before training, or what it moved to. old: the one that follows the trained one, for a loss
-that keeps it."""
+"""reference: the model before training, or its moved copy. old: the policy that follows the trained one."""
 
 
 class Policies:
-    """Made of a model that has not been trained yet. Keeps only what the job's loss reads."""
+    """Policies of a job besides the trained one; keeps only those that its loss reads. Make it before any training."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class Policies:
 
     @contextmanager
     def active(self, policy: Policy) -> Iterator[None]:
-        """Inside, forwards are the policy's; only without gradient. The trained weights are back afterwards, bit for
-        bit, whatever happens. Collective where the forwards are."""
+        """Runs the forwards inside under the policy, without gradient only. Afterwards the trained weights are back bit
+        for bit, even after an error. Collective where the forwards are."""
         reshard(self._experts)
         with self._switched(policy):
             try:
@@ -164,7 +163,7 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Returns True if the reference of `kl_coef` follows the trained policy, and so leaves the model before
+    """Returns True if the reference of `kl_coef` moves after the trained policy, away from the model before
     training."""
     return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
 

@@ -25,7 +25,7 @@ from services.trainer.parallel.ranks import Ranks
 _METADATA = "lora_adapter_metadata"
 _PREFIXES = {"diffusers": "transformer.", "peft": "base_model.model."}
 _OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
-"""Settings of PEFT that make of an adapter what A, B, rank and alpha do not tell."""
+"""Settings of PEFT that make an adapter differ from what A, B, rank and alpha say."""
 
 
 Fill = Callable[[Mapping[str, Any], Ranks], None]
@@ -38,9 +38,9 @@ class WarmStart:
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     alphas: frozenset[float]
-    """LoRA alphas of its transformers; none where it does not tell."""
+    """LoRA alphas of its transformers; empty if the files do not say."""
     targets: tuple[str, ...]
-    """Target modules; none where it does not tell."""
+    """Target modules; empty if the files do not say."""
     fill: Fill
     """Collective. Writes it into the shards of a job's adapter."""
     setting: str = "model.adapter"
@@ -80,8 +80,8 @@ class WarmStart:
 
 
 def open_adapter(path: Path, components: Sequence[str], setting: str = "model.adapter") -> WarmStart:
-    """The adapter that a setting names, for transformers of these names. Raises ValueError for one that is not there or
-    that cannot be read."""
+    """Opens the adapter that a setting names, for transformers of these names. Raises ValueError for one that is not
+    there or that cannot be read."""
     try:
         files = find_adapter(path)
         start = _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
@@ -162,7 +162,7 @@ def _config(opened: Any, files: AdapterFiles, file: Path, component: str) -> dic
 
 
 def _alpha(config: Mapping[str, Any], file: Path, slices: Mapping[str, Any]) -> float:
-    """The alpha as diffusers reads it: the rank, in a file that does not tell."""
+    """Returns the alpha as diffusers reads it: the rank, if the file does not say."""
     for name in _OTHER_KINDS:
         if config.get(name):
             raise ValueError(

@@ -129,20 +129,20 @@ class _Slot:
         self._host = torch.empty(0)
 
     def fetch(self, host: Tensor) -> None:
-        """Begins to copy a bucket's moments to the device, after what was written back from here."""
+        """Starts to copy a bucket's moments to the device, after this slot's earlier write-back."""
         self._host = host
         with self._stream or nullcontext():
             self._part().copy_(host, non_blocking=True)
 
     def begin(self) -> tuple[Tensor, Tensor]:
-        """Both moments, flat; what the caller computes comes after the copy."""
+        """Returns both moments, flat; the caller's computation is ordered after the copy."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         first, second = self._part()
         return first, second
 
     def write_back(self) -> None:
-        """Begins to copy them to the host, after what the caller computed."""
+        """Starts to copy the moments to the host, after the caller's computation."""
         if self._stream is None:
             self._host.copy_(self._part())
             return

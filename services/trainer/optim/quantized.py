@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 256
 LEAST_ROW = 16
-"""Elements of a row below which the scales would weigh more than what is saved."""
+"""Minimum elements of a row; below it the scales would weigh more than is saved."""
 
 
 def is_quantized(shard: Tensor) -> bool:

@@ -41,11 +41,11 @@ _KINDS: tuple[type[errors.FlowfleetError], ...] = (
     errors.Full,
     errors.OtherFormat,
 )
-"""A subclass stands before its base."""
+"""Kinds of errors that one rank can send to another; a subclass comes before its base."""
 _OTHER = _KINDS.index(errors.InvalidRequest)
 """Kind that the other ranks raise for an error whose own kind is not in `_KINDS`."""
 _BETWEEN = "\x1f"
-"""Separates what an error has besides its message, which is last and may be cut."""
+"""Separates an error's further fields from its message, which comes last and may be cut."""
 
 
 class Ranks:
@@ -143,8 +143,8 @@ class Ranks:
 
 
 def _pack(failure: errors.FlowfleetError | None) -> Tensor:
-    """(_MESSAGE_BYTES,) uint8: kind (0 is no failure), then what it has besides a message and the message in UTF-8,
-    padded with zeros."""
+    """Packs a failure as (_MESSAGE_BYTES,) uint8: kind (0: no failure), then its further fields and its message in
+    UTF-8, padded with zeros."""
     packed = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     if failure is not None:
         kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), _OTHER)

@@ -99,10 +99,11 @@ def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
 
 @contextmanager
 def exchanged(trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, what is trained holds the shards of `others` (of any dtype), and bit for bit its own again afterwards.
+    """Swaps the shards of `others` (of any dtype) into the trained parameters inside. Afterwards these hold their own
+    again, bit for bit.
 
-    Others of the trained dtype hold what is trained meanwhile, so that a switch takes room for one tensor; with
-    others of another dtype, which would round it, what is trained is kept. Nothing may be gathered at either end.
+    Others of the trained dtype hold the trained shards meanwhile, so that a swap takes room for one tensor. Others of
+    another dtype would round them, so the trained shards are kept. Nothing may be gathered at either end.
     """
     kept: dict[str, Tensor | None] = {}
     try:

@@ -103,7 +103,7 @@ class Publisher:
 
 
 def _own(job: Job, clients: list[ReplicaClient]) -> tuple[list[ReplicaClient], list[ReplicaClient]]:
-    """The trainer's own ranks, and the others."""
+    """Splits the clients into the trainer's own ranks and the other replicas."""
     ids = {rank_id(job.job_id, rank) for rank in range(job.spec.trainer.world_size)}
     return [c for c in clients if c.replica_id in ids], [c for c in clients if c.replica_id not in ids]
 
@@ -162,6 +162,6 @@ def _response(
 
 
 def update_seconds(clients: list[ReplicaClient]) -> float:
-    """From the last replica's pause to the last one's verified version, of those that got there."""
+    """Seconds from the last replica's pause to the last verified version, among replicas that verified it."""
     done = [(c.paused_at, c.verified_at) for c in clients if c.paused_at is not None and c.verified_at is not None]
     return max(verified for _, verified in done) - max(paused for paused, _ in done) if done else 0.0

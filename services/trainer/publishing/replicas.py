@@ -114,7 +114,7 @@ class ReplicaClient:
 
 
 class Phase:
-    """The same call to all replicas at once. Who has failed is known while others still wait."""
+    """A call to all replicas at once. Its failures are known while other replicas still wait."""
 
     def __init__(self, clients: Iterable[ReplicaClient], call: Callable[[ReplicaClient], Awaitable[object]]) -> None:
         self.failed: dict[str, ReplicaFailure] = {}
@@ -149,7 +149,7 @@ class Phase:
 async def failures(
     clients: Iterable[ReplicaClient], call: Callable[[ReplicaClient], Awaitable[object]]
 ) -> dict[str, ReplicaFailure]:
-    """Calls all at once and waits for all; those that failed, by replica id."""
+    """Calls all replicas at once and waits for all; returns those that failed, by replica id."""
     clients = list(clients)
     outcomes = await asyncio.gather(*map(call, clients), return_exceptions=True)
     failed: dict[str, ReplicaFailure] = {}

@@ -31,7 +31,7 @@ from services.trainer.parallel.sharding import local
 from services.trainer.turns import Turns
 
 MAX_BATCH = 256
-"""Most rows of one forward, as a rollout's default."""
+"""Maximum rows of one forward; the same as a rollout's default."""
 
 
 class SharingEngine(DiffusersEngine):

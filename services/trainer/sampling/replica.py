@@ -79,7 +79,7 @@ class RankReplica:
 
 
 def loop_of_its_own() -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread, for a rank whose main thread waits for commands."""
+    """Starts an event loop in a thread, for a rank whose main thread waits for commands."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="replica", daemon=True).start()
     return loop
