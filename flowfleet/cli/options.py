@@ -29,7 +29,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id or the star
 
 
 def tell(value: object, as_json: bool, show: Callable[[], object]) -> None:
-    """Prints what a command found: `value` as JSON, or what `show` prints of it for people."""
+    """Prints a command's result: `value` as JSON, or what `show` prints for people."""
     if as_json:
         typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
     else:

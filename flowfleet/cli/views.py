@@ -87,7 +87,7 @@ def show_job(job: Job, console: Console) -> None:
 
 
 def say(job: Job, as_json: bool) -> None:
-    """Prints what became of a request."""
+    """Prints the result of a request."""
     wish = f", to be {job.desired}" if str(job.desired) != str(job.status) else ""
     text = f"{job.id}  {job.status}{wish}, step {job.progress.step} of {job.progress.steps}"
     tell(job, as_json, lambda: out.print(text, highlight=False))

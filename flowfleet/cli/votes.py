@@ -1,4 +1,4 @@
-"""`flowfleet votes`: what people's votes on a job's samples come to, and their export (docs/votes.md)."""
+"""`flowfleet votes`: shows the result of people's votes on a job's samples, and exports it (docs/votes.md)."""
 
 from __future__ import annotations
 

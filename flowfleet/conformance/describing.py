@@ -1,4 +1,4 @@
-"""Checks of what a service says of itself."""
+"""Checks of a service's answer to Describe."""
 
 from __future__ import annotations
 

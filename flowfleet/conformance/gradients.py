@@ -27,7 +27,7 @@ STEPS: Final = (0.05, 0.02, 0.008, 0.003, 0.001)
 TOLERANCE: Final = 0.1
 """Between the score's rise and the gradient's, relative to the latter, at the best of the steps."""
 ALONE_TOLERANCE: Final = 0.02
-"""Between the gradients of a picture alone and in a call with others, relative to the longer one."""
+"""Maximum difference between the gradients of a picture alone and in a call with others, relative to the longer one."""
 LARGE_SIDE: Final = 1024
 _MARGIN: Final = 0.1
 

@@ -68,7 +68,7 @@ def _left_after_s(session: Session) -> float:
 
 
 async def _next_call(session: Session, codes: list[StatusCode | None], left: StatusCode, told: str) -> str:
-    """Fault where the next call waits for those that were left; Remark where none was left."""
+    """Raises Fault if the next call waits for the abandoned ones; Remark if none was abandoned."""
     seconds, allowed = await _timed(session), session.options.allowed_s + session.batch_s
     message = f"the next call took {seconds:.1f} s, allowed are {allowed:.1f} s: stop calls that were cancelled"
     require(seconds <= allowed, message)

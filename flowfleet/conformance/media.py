@@ -83,7 +83,7 @@ def padded(media: Media, size_bytes: int) -> Media:
 
 
 def garbage(media_type: str) -> Media:
-    """No picture, video or text, whatever its media type says."""
+    """Returns bytes that are not a picture, video or text, whatever the media type says."""
     said = b"this is neither a picture nor a video"
     return b"\xff" + said if media_type == TEXT_TYPE else said, media_type
 

@@ -1,4 +1,4 @@
-"""Checks of what Score answers to well-formed calls."""
+"""Checks of Score's answers to well-formed calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def each_id_once(session: Session) -> str | None:
 
 
 def odd_names(count: int) -> list[str]:
-    """Not in any order, and with what ids may hold."""
+    """Returns ids in no order, with unusual characters that ids may hold."""
     return [f"job/{(7919 * number) % 1009} ü:{number}" for number in range(count)]
 
 

@@ -140,7 +140,7 @@ class Session:
 
     @property
     def takes_pictures(self) -> bool:
-        """No modality at all counts as pictures."""
+        """True if the service scores pictures. One that names no modality counts as such."""
         return MODALITY_IMAGE in self.described.modalities or not self.described.modalities
 
     @property
@@ -272,7 +272,7 @@ class Session:
 
 
 def by_id(scores: Iterable[RewardScore]) -> dict[str, RewardScore]:
-    """The first of several of one id."""
+    """Maps ids to scores; keeps the first of several with one id."""
     first_scores: dict[str, RewardScore] = {}
     for score in scores:
         first_scores.setdefault(score.sample_id, score)

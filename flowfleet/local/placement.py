@@ -55,12 +55,9 @@ def place(
     trainer_devices: tuple[str, ...] | None = None,
     each: int = 1,
 ) -> Placement:
-    """Rollouts take the first of the `available` devices, `each` a rollout, and trainers the others; what is given is
-    taken as given.
-
-    Where none is left for trainers they share all of them; where there are fewer than rollouts, rollouts share. Raises
-    StackError for fewer than one rollout needs.
-    """
+    """Assigns devices: rollouts take the first of the `available`, `each` per rollout, and trainers the others. Given
+    devices are used as given. If none is left for trainers they share all of them; if there are too few for the
+    rollouts, rollouts share. Raises StackError for fewer than one rollout needs."""
     if rollout_devices is None:
         free = [device for device in available if device not in (trainer_devices or ())] or [*available]
         if replicas and 0 < len(free) < each:

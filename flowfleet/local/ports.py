@@ -69,8 +69,8 @@ def _release(port: int) -> None:
 
 @functools.cache
 def _reservations() -> int:
-    """A file of which each byte stands for a port: who holds its lock has reserved it. The locks end with the process,
-    or as soon as it closes the file anywhere."""
+    """Opens the file in which each byte stands for a port: the holder of its lock has reserved the port. The locks end
+    with the process, or as soon as it closes the file anywhere."""
     path = os.path.join(tempfile.gettempdir(), f"flowfleet-ports-{os.getuid()}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 

@@ -29,8 +29,8 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Record:
-    """A started process. `started` (seconds since the epoch) tells it from a later one with the same pid; a record
-    that knows no such time counts only while the process bears the stack's mark."""
+    """Record of a started process. `started` (seconds since the epoch) tells it from a later process with the same pid.
+    A record without it counts only while the process bears the stack's mark."""
 
     name: str
     pid: int
@@ -71,7 +71,8 @@ def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Pr
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """SIGTERM, then SIGKILL for what is still there after `grace_s` seconds. Returns those that had to be killed."""
+    """Sends SIGTERM, then SIGKILL to processes that still run after `grace_s` seconds. Returns those that had to be
+    killed."""
     waiting = list(processes)
     _signal(waiting, "terminate")
     stubborn = _wait(waiting, grace_s)

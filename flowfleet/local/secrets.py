@@ -1,7 +1,7 @@
-"""The secrets of a stack on one machine: made new at each start, a file a kind in a folder for its owner alone.
+"""Secrets of a stack on one machine: new at each start, one file per kind in a folder that only its owner can read.
 
-`secrets/KIND.env` (0600, in a folder of 0700) holds what processes of that kind get in their environment, in a shell's
-words, so that an operator can run another one, or call a service, as that kind. No command line has a secret.
+`secrets/KIND.env` (0600, in a folder of 0700) holds the environment variables of processes of that kind, in a shell's
+syntax, so that an operator can run another one, or call a service, as that kind. No command line has a secret.
 """
 
 from __future__ import annotations

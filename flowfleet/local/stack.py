@@ -30,7 +30,7 @@ DEFAULT_PORT = 8470
 MARK = "FLOWFLEET_STACK"
 """Environment variable of every process of a stack, holding its absolute state directory."""
 NOBODY = 0
-"""Stands in the lock file for a watchdog that cleans up, and while an owner has not yet written its pid."""
+"""Content of the lock file while a watchdog cleans up, and until an owner has written its pid."""
 LOCK_POLL_S = 0.05
 LOCK_PATIENCE_S = 0.5
 """Others look at the lock for a moment."""
@@ -96,7 +96,7 @@ class StateDir:
         write_atomically(self.stack_file, stack.model_dump_json(indent=2) + "\n")
 
     def read(self) -> Stack | None:
-        """The stack that runs here, None where none does (a stale stack.json counts as none)."""
+        """Returns the stack that runs here; None if there is none (a stale stack.json counts as none)."""
         if self.supervisor_pid() is None:
             return None
         try:
@@ -125,7 +125,7 @@ class StateDir:
 
     @contextlib.contextmanager
     def lock_for_cleanup(self) -> Iterator[bool]:
-        """The lock for a watchdog; gives False where a new supervisor was faster, which cleans up by itself."""
+        """Takes the lock for a watchdog; yields False if a new supervisor was faster, which then cleans up itself."""
         try:
             with self._locked_file(NOBODY):
                 yield True
@@ -143,7 +143,7 @@ class StateDir:
             yield
 
     def forget(self) -> None:
-        """Removes what says that a stack runs here. Logs and data stay."""
+        """Removes the files that show a running stack. Logs and data stay."""
         self.stack_file.unlink(missing_ok=True)
         for record in [*self.records.glob("*.json"), *self.trainers.glob("*.json")]:
             record.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""A reward as a service (`serve`), what every reward holds calls to, and changes of a job's rewards."""
+"""Rewards: a function as a service (`serve`), rules for calls that all rewards share, and changes of a job's
+rewards."""
 
 from flowfleet.rewards.service import Params, Pending, Sample, serve
 

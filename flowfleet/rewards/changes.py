@@ -1,8 +1,8 @@
-"""Changes of a job's rewards while it runs: what is asked for, and the rewards and shadows that come of it. Pure.
+"""Changes of a job's rewards while it runs: the request, and the rewards and shadows that result. Pure.
 
-A shadow scores next to an active reward and has no effect; promoted, it gives that reward its service and its params,
-and the name stays, so that curves, weights and gates continue. `RewardChange` is the body of
-PATCH /v1/jobs/{id}/rewards.
+A shadow scores next to an active reward and has no effect. When it is promoted, it gives that reward its service and
+its params, and the name stays, so that curves, weights and gates continue. `RewardChange` is the body of PATCH
+/v1/jobs/{id}/rewards.
 """
 
 from __future__ import annotations

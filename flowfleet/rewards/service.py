@@ -73,8 +73,8 @@ log = logging.getLogger(__name__)
 
 
 class Pending(Exception):
-    """Raised, or returned among a batch's scores, by a function of a reward that `may_wait`: the score comes later. The
-    message says what it waits for. The job asks again for as long as its `timeouts.pending_s`."""
+    """Pending score: a function of a reward that `may_wait` raises it, or returns it among a batch's scores. The
+    message names what it waits for. The job asks again for as long as its `timeouts.pending_s`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class Params(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A score function and what Describe says of it."""
+    """Score function and the settings that Describe reports."""
 
     score: Callable[..., Any]
     """Scores a `Sample`, or with `batch` a list of them; takes `params` as well if set. Returns `Scored`, or a list of
@@ -160,7 +160,7 @@ class Reward:
     slow, with the jobs' `timeouts.score_s`."""
 
     def __post_init__(self) -> None:
-        """ValueError for what no contract allows."""
+        """Raises ValueError for settings that the contract does not allow."""
         low, high = self.score_range
         wrong = {
             "name and version": not (self.name and self.version),
@@ -231,7 +231,7 @@ async def _serve(reward: Reward, options: argparse.Namespace) -> None:
 
 
 class RewardServicer(RewardServiceServicer):
-    """Serves a reward; for a server that does other things besides."""
+    """Service of a reward, for a server that also does other things."""
 
     def __init__(self, reward: Reward, pulse: Pulse | None = None) -> None:
         self._reward = reward
@@ -321,7 +321,7 @@ class RewardServicer(RewardServiceServicer):
             return self._reward.score(*given)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
-        """The same in a thread. One that has not begun when the caller goes is never run."""
+        """Runs a function in a thread. If the caller leaves before it has begun, it never runs."""
 
         def guarded() -> Any:
             try:

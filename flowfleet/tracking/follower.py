@@ -20,9 +20,9 @@ from flowfleet.tracking.place import Place, State
 from flowfleet.tracking.tracker import Histogram, Picture, Tracker, Values, temporary_folder
 
 VALIDATION: Final = "val"
-"""Metrics of validations begin so; all others are of training steps."""
+"""Prefix of the metrics of validations; all others belong to training steps."""
 TRAINED: Final = "timing_s/step"
-"""A row of metrics that has it is of a step that was trained; others are of a validation alone."""
+"""Metric that marks the row of a trained step; rows without it belong to a validation alone."""
 AWAY_S: Final = 5.0
 """Wait between tries while the controller is unreachable, besides the client's own retries."""
 ROWS: Final = 200
@@ -169,5 +169,5 @@ def _is_validation(name: str) -> bool:
 
 
 def _known(row: Mapping[str, Any]) -> Values:
-    """The numbers of a row: null stands for NaN."""
+    """Returns the numbers of a row; null stands for NaN."""
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float) and name != "version"}

@@ -19,7 +19,7 @@ except ImportError as error:
     raise missing("mlflow", error) from None
 
 QUANTILES: Final = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
-"""MLflow draws no histograms: these curves stand for them."""
+"""Quantiles whose curves stand for histograms, which MLflow does not draw."""
 TABLES: Final = "mlflow.loggedArtifacts"
 """The tag by which MLflow's pages find tables."""
 _PARAM_CHARACTERS: Final = 500

@@ -1,4 +1,4 @@
-"""Where a follower is: which run it writes, and what the run has. A small file, replaced whole after each event."""
+"""Place of a follower: the run that it writes, and how far it is. A small file, replaced whole after each event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Place:
         self._path = folder / f"{job_id}.json"
 
     def read(self) -> State:
-        """A fresh state where there is no file."""
+        """Reads the state; a fresh one if there is no file."""
         if not self._path.exists():
             return State()
         return State.model_validate_json(self._path.read_text())

@@ -85,7 +85,7 @@ class Picture:
 
 
 class Tracker(Protocol):
-    """Takes what a job makes. Each call returns once the tracker has it, or its own process does."""
+    """Tracker of a job. Each call returns once the tracker, or its own process, has the data."""
 
     def open(self, job: Job, state: State) -> str:
         """Creates the run, or resumes `state.run`, and returns its name in the tracker."""
@@ -103,7 +103,7 @@ class Tracker(Protocol):
         """Ends the run: the job has ended."""
 
     def close(self) -> None:
-        """Releases what is open; the run continues."""
+        """Releases open resources; the run continues."""
 
 
 def score_names(pictures: Sequence[Picture]) -> list[str]:

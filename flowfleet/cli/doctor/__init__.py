@@ -1,1 +1,1 @@
-"""`flowfleet doctor`: what a stack needs of this machine, and what a controller and its rewards answer."""
+"""`flowfleet doctor`: checks this machine for a stack, and what a controller and its rewards answer."""

@@ -1,4 +1,4 @@
-"""`flowfleet doctor`: a line for each thing that a stack, a client or a job needs, with what to do about it."""
+"""`flowfleet doctor`: prints a line for each need of a stack, a client or a job, with advice."""
 
 from __future__ import annotations
 

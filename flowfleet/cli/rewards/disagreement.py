@@ -1,10 +1,10 @@
-"""Which samples the scorers of a job judge most differently: where to look to judge the scorers. Pure.
+"""Disagreement of a job's scorers: finds the samples that they judge most differently, to judge the scorers by. Pure.
 
-Scores of different scorers have different units, and training compares samples within their group alone. So what a
-scorer says of a sample is its place in the group: (rank − 1) / (n − 1) of the n members that it scored, ties sharing
-their mean rank, from 0 for the lowest to 1 for the highest. Two scorers disagree by the difference of the places. Ties
-are broken by the difference of the standardized scores (the scores less their mean, over their standard deviation
-in the group).
+Scores of different scorers have different units, and training compares samples within their group alone. So each scorer
+is represented by a sample's place in the group: (rank − 1) / (n − 1) of the n members that it scored, from 0 for the
+lowest to 1 for the highest; ties share their mean rank. Two scorers disagree by the difference of the places. Equal
+disagreements are ordered by the difference of the standardized scores (the scores less their mean, over their standard
+deviation in the group).
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ def rewards_of(sample: Sample) -> dict[str, float]:
 def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = None) -> list[Disagreement]:
     """Finds for each sample the two scorers that disagree most about it, the greatest disagreement first.
 
-    Each reward is held against each other one, and a shadow against the reward that it is `beside`; against every one
-    where that is not known. Samples of one step and group are compared; those of a step of which no group has two
-    members, as in a validation, are one group. Samples that two scorers do not tell apart otherwise are left out.
-
-    Raises ValueError where no two scorers scored the same sample.
+    Each reward is compared with each other one, and a shadow with the reward that it is `beside`, or with every one
+    where that is not known. Samples of one step and group are compared; if no group of a step has two members, as in a
+    validation, the step is one group. Samples on which all scorers agree are left out. Raises ValueError where no two
+    scorers scored the same sample.
     """
     largest: list[Disagreement] = []
     compared = False

@@ -28,7 +28,7 @@ MAX_CHARACTERS: Final = 20_000
 """Characters that are shown of an answer."""
 _VOID: Final = frozenset({"meta", "img", "input", "wbr"})
 _SMALL: Final = 160
-"""Pictures of at most so many pixels keep their pixels sharp when they are enlarged."""
+"""Maximum pixels of a picture that is enlarged with sharp pixels."""
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
@@ -38,9 +38,9 @@ class Shown:
 
     sample: Sample
     media: bytes | None
-    """The file; None once it is no longer kept."""
+    """Contents of the file; None once it is no longer kept."""
     rank: int | None = None
-    """From 1 of those that were asked for; None of other members of their groups."""
+    """Rank among the requested samples, from 1; None for other members of their groups."""
     note: str = ""
     """Why it is here, where its reward does not say it."""
 

@@ -1,4 +1,5 @@
-"""`flowfleet try-reward`: before a job uses a reward, or to score what a job made by another one."""
+"""`flowfleet try-reward`: tries a reward before a job uses it, or scores the samples that a job made with another
+one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from flowfleet.rewards.requests import EncodedSample, ScoreCall, score_method
 from flowfleet.rpc.endpoint import rpc_error_message
 
 CALL_SAMPLES: Final = 16
-"""Samples of a call, unless the service wants fewer, or whole groups."""
+"""Samples per call, unless the service asks for fewer or for whole groups."""
 
 
 @dataclass(frozen=True)

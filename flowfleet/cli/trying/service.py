@@ -1,4 +1,4 @@
-"""The address of a reward to try: of one that runs, or of a service that is started for as long as it is needed."""
+"""Address of a reward to try: of a running service, or of one that is started for the trial."""
 
 from __future__ import annotations
 
