@@ -182,8 +182,7 @@ def _moved(sample: PixelInput, direction: Pixels, step: float) -> Pixels:
 
 
 def _masks(gradient: Pixels) -> Iterable[tuple[str, Pixels]]:
-    """Yields the mask of all pixels, then that of the half of the picture with the shorter gradient. The half is left
-    out if its gradient is almost zero."""
+    """Yields the mask of all pixels, and that of the half with the shorter gradient unless it is almost zero there."""
     everywhere = np.ones_like(gradient)
     yield "all pixels", everywhere
     left = everywhere.copy()

@@ -134,8 +134,8 @@ async def _one_bad(session: Session, file: media.Media) -> str:
 
 
 async def _beside_others(session: Session, file: media.Media) -> RewardScore:
-    """Returns the score of a sample with this file, sent as the second of three if so many fit. Raises Fault unless the
-    others are scored."""
+    """Scores a sample with this file, as the second of three if so many fit. Raises Fault unless the others are
+    scored."""
     samples = session.samples(min(3, session.full_batch))
     bad = len(samples) // 2
     samples[bad] = session.with_media(samples[bad], file)

@@ -257,8 +257,7 @@ def _name(replica_id: bytes) -> str:
 
 
 def _record_of(name: str, text: bytes) -> ReplicaRecord:
-    """Parses the record under a name. Raises ValueError for anything but a record, and for a record of another
-    replica."""
+    """Parses the record under a name. Raises ValueError for anything else, and for another replica's record."""
     record = ReplicaRecord.from_json(text)
     if record.replica_id != name:
         raise ValueError(f"it speaks for {record.replica_id!r}")

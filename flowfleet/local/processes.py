@@ -71,7 +71,7 @@ def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Pr
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """Sends SIGTERM, then SIGKILL to processes that still run after `grace_s` seconds. Returns those that had to be
+    """Sends SIGTERM, then SIGKILL to those that still run after `grace_s` seconds. Returns those that had to be
     killed."""
     waiting = list(processes)
     _signal(waiting, "terminate")

@@ -202,8 +202,7 @@ def _cell(name: str, cell: str) -> Any:
 
 @contextmanager
 def _uncollected(number: int) -> Iterator[None]:
-    """Keeps the garbage collector from scanning very many lines again and again, now and later: a scan stops all
-    threads."""
+    """Keeps the garbage collector from scanning very many lines again and again: each scan stops all threads."""
     if number < MANY:
         yield
         return

@@ -64,8 +64,8 @@ def connect_sync(url: str) -> redis.Redis:
 
 
 def _policy() -> dict[str, Any]:
-    """Returns the retry policy: pauses, their number, and the errors that are retried. A server that still loads its
-    data counts as a ConnectionError."""
+    """Returns the retry policy. A server that still loads its data raises a ConnectionError, so it is retried as
+    well."""
     backoff = EqualJitterBackoff(cap=_BACKOFF_CAP_S, base=_BACKOFF_BASE_S)
     return {"backoff": backoff, "retries": _RETRIES, "supported_errors": _TRANSIENT}
 

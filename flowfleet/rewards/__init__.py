@@ -1,5 +1,4 @@
-"""Rewards: a function as a service (`serve`), rules for calls that all rewards share, and changes of a job's
-rewards."""
+"""Rewards: a function as a service (`serve`), the rules that all rewards share, and changes of a job's rewards."""
 
 from flowfleet.rewards.service import Params, Pending, Sample, serve
 

@@ -96,8 +96,8 @@ class ScoreCall:
 
 
 def score_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, ScoreResponse]:
-    """`Score` of the service at the other end, for calls that are already serialized: gRPC would send a message that it
-    cannot serialize as an empty one."""
+    """`Score` of the other end, for serialized calls: gRPC would send a message that it cannot serialize as an empty
+    one."""
     return channel.unary_unary(f"/{SERVICE_NAME}/Score", response_deserializer=ScoreResponse.FromString)
 
 

@@ -274,8 +274,7 @@ class RewardServicer(RewardServiceServicer):
             self._waiting_bytes -= size
 
     async def _score_each(self, samples: Sequence[RewardSample], params: tuple[Any, ...]) -> list[Any]:
-        """Scores the samples one by one and returns an outcome per sample, in order. Only the media that are being
-        scored are decoded."""
+        """Returns one outcome per sample, in order. Only the media of samples that are being scored are decoded."""
         return await asyncio.gather(*(self._score_one(sample, params) for sample in samples))
 
     async def _score_one(self, sample: RewardSample, params: tuple[Any, ...]) -> Any:

@@ -96,8 +96,7 @@ class Callers:
         return bool(self.token or self.digests)
 
     def kind_of(self, token: str) -> Caller | None:
-        """Returns the kind that sends this token, None for a stranger. A fleet's only token counts as its
-        controller's."""
+        """Returns the kind that sends this token, None for a stranger. A fleet's only token is its controller's."""
         if self.token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
             return "controller"
         sent = digest(token)

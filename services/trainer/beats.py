@@ -30,8 +30,7 @@ CONNECT_S = 600.0
 COMPILE_S = 3600.0
 OUTSIDE_S = 120.0
 HEARD_S = 1.0
-"""Seconds that a compilation waits at most for the controller to hear of it, because it may hold the interpreter's
-lock."""
+"""Maximum seconds that a compilation waits for the controller to hear of it: it may hold the interpreter's lock."""
 
 log = logging.getLogger(__name__)
 

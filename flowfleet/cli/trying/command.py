@@ -1,5 +1,5 @@
-"""`flowfleet try-reward`: tries a reward before a job uses it, or scores the samples that a job made with another
-one."""
+"""`flowfleet try-reward`: tries a reward before a job uses it, or scores samples that a job made with another
+reward."""
 
 from __future__ import annotations
 

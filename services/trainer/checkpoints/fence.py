@@ -50,8 +50,8 @@ class Fence:
             raise Replaced(f"trainer {newest} replaced trainer {self.attempt} of this job")
 
     def put(self, aside: Path, path: Path) -> None:
-        """Renames a folder that was written aside, in place of the one of that name. Raises Replaced without any
-        change."""
+        """Renames a folder that was written aside, replacing the one of that name. Raises Replaced, and then changes
+        nothing."""
         self.check()
         try:
             if path.exists():

@@ -241,14 +241,13 @@ class Engine:
         return opened
 
     def _read(self, start: WarmStart) -> dict[str, Tensor]:
-        """Collective. Reads an adapter's shards, fp32, through the trained parameters, whose own values are set after
+        """Collective. Reads an adapter's shards, fp32, through the trained parameters, whose own values come after
         this."""
         start.fill(self.trained, self.ranks)
         return {name: local(parameter).clone() for name, parameter in self.trained.items()}
 
     def _start_adapter(self) -> None:
-        """Fills the adapter from `model.adapter` if the job names one. Otherwise draws it: each rank draws all of it
-        and keeps its own shards."""
+        """Fills the adapter from `model.adapter`, if named. Else each rank draws all of it and keeps its own shards."""
         if self._start is not None:
             self._start.fill(self.trained, self.ranks)
             self._start = None

@@ -35,8 +35,8 @@ class ModelKind(Protocol):
         """Returns the library's class that loads the folder."""
 
     def check(self, spec: JobSpec, adapter: Any) -> int:
-        """Returns the number of elements that a log-prob is a mean over. Raises ValueError for settings that do not fit
-        the model."""
+        """Returns how many elements a log-prob is a mean over. Raises ValueError for settings that do not fit the
+        model."""
 
     def source(self, adapter: Any, folder: Path, component: str) -> Source:
         """The stored weights of a component."""

@@ -28,8 +28,7 @@ class Source(Protocol):
     """A component's weights by their names in its checkpoint."""
 
     def check(self, expert: nn.Module) -> None:
-        """Raises ValueError that names a parameter which the transformer needs and the source lacks or has in another
-        shape."""
+        """Raises ValueError that names a parameter which the source lacks or has in another shape."""
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         """Some rows of a parameter that has `shape` as a whole; any dtype, on any device."""

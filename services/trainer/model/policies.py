@@ -163,8 +163,7 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Returns True if the reference of `kl_coef` moves after the trained policy, away from the model before
-    training."""
+    """Returns True if the reference of `kl_coef` moves with the trained policy, away from the model before training."""
     return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
 
 

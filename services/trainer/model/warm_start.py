@@ -80,8 +80,8 @@ class WarmStart:
 
 
 def open_adapter(path: Path, components: Sequence[str], setting: str = "model.adapter") -> WarmStart:
-    """Opens the adapter that a setting names, for transformers of these names. Raises ValueError for one that is not
-    there or that cannot be read."""
+    """Opens the adapter that a setting names, for transformers of these names. Raises ValueError if it cannot be
+    read."""
     try:
         files = find_adapter(path)
         start = _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)

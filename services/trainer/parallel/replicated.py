@@ -33,8 +33,8 @@ class ReplicatedAdapter:
     def __init__(
         self, expert: nn.Module, parameters: Mapping[str, nn.Parameter], ranks: Ranks, dtype: torch.dtype
     ) -> None:
-        """Makes the trained parameters, by published name, copies of their masters in `dtype`; in fp32 they are the
-        masters."""
+        """Makes the trained parameters, by published name, copies of their masters in `dtype`; in fp32 the masters
+        themselves."""
         self._ranks = ranks
         self._parameters = parameters
         self._masters, values = self._flat(torch.float32)
