@@ -6,9 +6,8 @@ they differ by more, or samples are stale, rows are weighed or left out by the r
 `truncated` is truncated importance sampling (Ionides 2008, doi:10.1198/106186008X320456), `band` also drops what lies
 outside two bounds, `rejection` only drops. A row that is left out stays in the denominator of the mean.
 
-The ratio is that of a row, or with `level = "sequence"` that of a sample, which all its noisy steps share. Weights may
-be divided by their mean over the step's rows (`normalize = "batch"`), and rows dropped by bounds of their own besides
-(`reject_low`, `reject_high`). verl has the same choices for language models.
+The ratio is that of a row, or with `level = "sequence"` that of a sample, which all its noisy steps share. verl has the
+same choices for language models.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flowfleet.process.telemetry import LOG_PROB_GAP
 
 if TYPE_CHECKING:
     from flowfleet.algorithms.losses import Limits
-    from flowfleet.job.spec import CorrectionPart
+    from flowfleet.algorithms.settings import CorrectionPart
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut to [-20, 20] before the exponential, so that no weight overflows."""
@@ -39,8 +38,7 @@ class Correction:
     log_ratio: Tensor
     """(..., B) of the ratio that was judged, cut to +-20; 0 everywhere means exact agreement."""
     outside: Tensor
-    """(..., B) bool: rows whose weight was truncated (`truncated`) or that were left out (`band`, `rejection` and the
-    bounds of rejection)."""
+    """(..., B) bool: rows whose weight was truncated (`truncated`) or that were left out (`band`, `rejection`)."""
 
     def sums(self) -> dict[str, Tensor]:
         """Charted name to its 0-d sum over the rows: a share and a mean once divided by the number of rows."""
@@ -49,25 +47,11 @@ class Correction:
         return {"rollout_corr/outside": (ones * self.outside).sum(), "rollout_corr/weight_mean": weights.sum()}
 
 
-def correct(
-    part: CorrectionPart, old_log_prob: Tensor, rollout_log_prob: Tensor, *, num_elements: int, bypass: bool
-) -> Correction:
-    """Weights of rows drawn with `rollout_log_prob`: `weigh`, then `reject`. Not for `normalize = "batch"`, which comes
-    between them and needs all rows."""
-    assert part.normalize == "none", "the mean over all rows is needed in between"
-    weighed = weigh(part, old_log_prob, rollout_log_prob, num_elements=num_elements, bypass=bypass)
-    return reject(part, weighed)
+def correct(part: CorrectionPart, old_log_prob: Tensor, rollout_log_prob: Tensor, *, bypass: bool) -> Correction:
+    """Weights of rows drawn with `rollout_log_prob`.
 
-
-def weigh(
-    part: CorrectionPart, old_log_prob: Tensor, rollout_log_prob: Tensor, *, num_elements: int, bypass: bool
-) -> Correction:
-    """Weights by `part.mode` alone.
-
-    With the ratio r = exp(old_log_prob - rollout_log_prob), a geometric mean over the elements of a sample, or with
-    `part.joint` r = exp(num_elements * (old_log_prob - rollout_log_prob)), of the step's joint density (the exponent is
-    cut to +-20 after the multiplication, which is the same as before and after). With the level `sequence` it is the
-    geometric mean over the sample's steps as well, with `part.joint` the product of theirs:
+    With the ratio r = exp(old_log_prob - rollout_log_prob), a geometric mean over the elements of a sample and, with
+    the level `sequence`, over its steps as well:
 
     - none: no weight.
     - truncated: min(high, r).
@@ -75,23 +59,20 @@ def weigh(
     - rejection: 1 where low <= r <= high, else 0.
 
     Bypassing, the loss's own ratio is against the rollout and already holds r, so the weight is what is left to do:
-    truncated min(high, r) / r, band and rejection 1 or 0. The loss's ratio is the mean one, so with `joint` only
-    rejection makes sense there; flowfleet/job/rules/rules.py refuses the others.
+    truncated min(high, r) / r, band and rejection 1 or 0.
 
     Args:
-        part: mode, level, low, high, joint.
+        part: mode, level, low, high.
         old_log_prob: (B,) by the trainer, under the policy before this update; bypassing, under the current one. (W, B)
             with the level `sequence`: all noisy steps of each sample.
         rollout_log_prob: of the same shape, as stored by the rollout.
-        num_elements: of a sample's latents.
         bypass: whether the loss takes `rollout_log_prob` for the old policy's.
     """
-    assert not (bypass and part.joint and part.mode in ("truncated", "band")), "refused when the job is read"
     gap = (old_log_prob - rollout_log_prob).detach()
     if part.level == "sequence":
         assert gap.dim() == 2
-        gap = (gap.sum(0) if part.joint else gap.mean(0)).expand_as(gap)
-    log_ratio = (gap * num_elements if part.joint else gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        gap = gap.mean(0).expand_as(gap)
+    log_ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     if part.mode == "none":
         return Correction(None, log_ratio, torch.zeros_like(ratio, dtype=torch.bool))
@@ -101,20 +82,6 @@ def weigh(
     outside = (ratio < part.low) | (ratio > part.high)
     kept = ratio if part.mode == "band" and not bypass else torch.ones_like(ratio)
     return Correction(kept.masked_fill(outside, 0.0), log_ratio, outside)
-
-
-def reject(part: CorrectionPart, weighed: Correction, mean: float = 1.0) -> Correction:
-    """Divides weights by `mean`, and sets those to 0 whose ratio is below `reject_low` or above `reject_high`."""
-    if weighed.weights is None:
-        return weighed
-    ratio = weighed.log_ratio.exp()
-    is_rejected = torch.zeros_like(weighed.outside)
-    if part.reject_low is not None:
-        is_rejected = is_rejected | (ratio < part.reject_low)
-    if part.reject_high is not None:
-        is_rejected = is_rejected | (ratio > part.reject_high)
-    weights = (weighed.weights / mean).masked_fill(is_rejected, 0.0)
-    return Correction(weights, weighed.log_ratio, weighed.outside | is_rejected)
 
 
 def agreement_metrics(log_ratio: Tensor, limits: Limits | None = None) -> dict[str, float]:

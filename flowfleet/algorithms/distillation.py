@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowfleet.algorithms.losses import reference_kl
-
-if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart
+from flowfleet.algorithms.settings import DistillationSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,11 @@ class DistillationOutput:
     """Metric name to its 0-d sum over the rows, without gradient."""
 
 
-DistillationLoss = Callable[[DistillationRows, "AlgorithmPart"], DistillationOutput]
+DistillationLoss = Callable[[DistillationRows, Any], DistillationOutput]
 """Computes the loss of B rows, all on one device, with the job's settings."""
 
 
-def diffusion_opd(rows: DistillationRows, part: AlgorithmPart) -> DistillationOutput:
+def diffusion_opd(rows: DistillationRows, part: DistillationSettings) -> DistillationOutput:
     """DiffusionOPD, https://arxiv.org/abs/2605.15055: KL of each step to the teacher's, on the policy's own states.
 
     Both steps are Gaussians of one std, so the KL is exact and has no sampling noise: loss = mean((mu - mu_T)^2) /

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart
+from flowfleet.algorithms.settings import LossSettings, NatsSettings, TrustRegionSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +25,12 @@ class Limits:
 
     clip_range: float
     """c: the ratio counts up to 1 + c."""
-    kl_threshold: float
+    kl_threshold: float = TrustRegionSettings().kl_threshold
     """Limit on one step's KL, averaged over its elements."""
     clip_range_low: float | None = None
     """The ratio counts from 1 minus this on; None: 1 - c."""
+    settings: LossSettings = field(default_factory=LossSettings)
+    """What else the job's loss reads, as `limits.settings.of(MySettings).delta`."""
 
     @property
     def log_low(self) -> float:
@@ -44,19 +44,14 @@ class Limits:
         return math.log1p(self.clip_range)
 
 
-def limits(part: AlgorithmPart, num_elements: int) -> Limits:
+def limits(part: LossSettings, num_elements: int) -> Limits:
     """The limits of a job for samples of `num_elements` latent elements; those in nats are divided among them.
 
     Raises ValueError for so many nats an element that nothing would be clipped.
     """
-    clip, low, threshold = part.clip_range, part.clip_range_low, part.kl_threshold
-    if part.clip_nats is not None:
-        clip = clip_range_from_nats(part.clip_nats, num_elements)
-    if part.clip_nats_low is not None:
-        low = -math.expm1(-part.clip_nats_low / num_elements)
-    if part.kl_threshold_nats is not None:
-        threshold = part.kl_threshold_nats / num_elements
-    return Limits(clip, threshold, low)
+    clip = part.of(NatsSettings)
+    clip_range = clip.clip_range if clip.clip_nats is None else clip_range_from_nats(clip.clip_nats, num_elements)
+    return Limits(clip_range, part.of(TrustRegionSettings).kl_threshold, clip.clip_range_low, part)
 
 
 @dataclass(frozen=True, slots=True)

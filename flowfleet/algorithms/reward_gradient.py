@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.builtin.followed import ReflSettings, SrpoSettings
 from flowfleet.algorithms.matching.losses import per_row
-
-if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,11 @@ class GradientOutput:
     wishes: tuple[Wish, ...]
 
 
-GradientLoss = Callable[[GradientRows, "AlgorithmPart", int], GradientOutput]
+GradientLoss = Callable[[GradientRows, Any, int], GradientOutput]
 """(rows, algorithm, training step)."""
 
 
-def refl(rows: GradientRows, part: AlgorithmPart, step: int) -> GradientOutput:
+def refl(rows: GradientRows, part: ReflSettings, step: int) -> GradientOutput:
     """ReFL, https://arxiv.org/abs/2304.05977, algorithm 1: x0 as predicted from a late step's latents, x_s - s v, which
     steps without gradient led to.
 
@@ -70,7 +68,7 @@ def refl(rows: GradientRows, part: AlgorithmPart, step: int) -> GradientOutput:
     return GradientOutput(image, (Wish(torch.ones_like(rows.sigma), ceiling=part.reward_ceiling),))
 
 
-def srpo(rows: GradientRows, part: AlgorithmPart, step: int) -> GradientOutput:
+def srpo(rows: GradientRows, part: SrpoSettings, step: int) -> GradientOutput:
     """SRPO, https://arxiv.org/abs/2509.06942, sections 3.1 and 3.2, as its authors' code for Qwen-Image has it.
 
     Direct alignment: known noise e leads from clean latents to x_s; one step of the policy leads on to s' < s, and the

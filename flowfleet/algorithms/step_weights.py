@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.sde import reverse_step
+from flowfleet.algorithms.settings import StepWeightSettings
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
@@ -18,7 +19,7 @@ def step_weights(spec: JobSpec, schedule: Schedule) -> dict[int, float]:
     grows as its noise shrinks. The mean of the weights is 1. `uniform` gives 1.
     """
     noise, reachable = spec.rollout.noise, spec.rollout.noise_window.reachable
-    if spec.algorithm.step_weights == "uniform":
+    if spec.algorithm.of(StepWeightSettings).step_weights == "uniform":
         return dict.fromkeys(reachable, 1.0)
     sigmas, step = schedule.sigmas, reverse_step(noise.type)
     scales = {

@@ -13,14 +13,14 @@ from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.prompt import Kind
 
 if TYPE_CHECKING:
-    from flowfleet.job.spec import RewardPart
+    from flowfleet.job.rewards import RewardPart
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 """A part of names of metrics."""
 MAX_SOURCES = 64
 
 
-def _own_column(name: str | None) -> str | None:
+def _own_column(name: str) -> str:
     if name in (taken := Columns("preferences").known[1:]):
         raise ValueError(f"{name!r} has another meaning, as have {', '.join(taken)}: rename the column")
     return name
@@ -41,10 +41,6 @@ class SourcePart(Part):
     """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
     rewards: dict[str, Factor] | None = None
     """Rewards of the job that score its samples, each with a factor of the reward's weight. Unset: all of them."""
-    prompt_column: Annotated[str | None, AfterValidator(_own_column)] = Field(default=None, min_length=1)
-    """Column of its prompts. Unset: `data.prompt_column`."""
-    ignore_columns: tuple[str, ...] | None = None
-    """Columns that are left out. Unset: `data.ignore_columns`."""
 
 
 class DataPart(Part):
@@ -103,8 +99,7 @@ class DataPart(Part):
         return rewards if own is None else _weighted(rewards, own)
 
     def _source(self, number: int, part: SourcePart) -> Source:
-        ignored = self.ignore_columns if part.ignore_columns is None else part.ignore_columns
-        columns = Columns("prompts", part.prompt_column or self.prompt_column, frozenset(ignored), part.name)
+        columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns), part.name)
         return Source(
             part.name,
             f"data.sources.{number}.path",

@@ -34,7 +34,7 @@ COMPOSITION_LEFT = "docs/results.md has its results, and a checkout of commit 56
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
     data = [Path(place).parent for _, place, _ in spec.data_files if "://" not in place and not is_upload(place)]
-    teachers = [teacher.adapter for teacher in spec.algorithm.teachers.values()]
+    teachers = [teacher.adapter for teacher in spec.teachers.values()]
     named = (spec.model.path, spec.model.adapter, spec.trainer.resume, *teachers)
     paths = [place for place in named if place and not place.startswith("job:") and hub.name_of(place) is None]
     return (*data, *map(Path, paths))

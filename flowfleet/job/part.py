@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
+
+from flowfleet.part import Part as Part
 
 LEAST_FACTOR = 1e-6
-
-
-class Part(BaseModel):
-    """Base of every part of a job: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _counts(factor: float) -> float:
@@ -48,3 +46,12 @@ def factor_at(curve: tuple[tuple[int, float], ...], step: int) -> float:
         if step < end:
             return before + (after - before) * (step - start) / (end - start)
     return curve[-1][1]
+
+
+def choice(name: str, known: Mapping[str, Any]) -> str:
+    """`name`, which must be among the known ones: ValueError with them and the nearest."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name!r} is not one of {', '.join(sorted(known))}{hint}")
+    return name

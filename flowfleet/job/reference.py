@@ -9,13 +9,16 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
+from flowfleet.algorithms.settings import LossSettings
 
 PEERS = {
     "adam_beta1": "trainer.optimizer.betas",
@@ -74,26 +77,68 @@ class Setting:
     values: str
     default: str
     description: str
+    losses: tuple[str, ...] = ()
+    """Losses that read it; empty for a setting that no loss changes."""
 
     @property
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
 
 
-def settings(schema: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """All settings below a part of a job, in the order of the schema."""
+def settings(schema: type[BaseModel], prefix: str = "", loss: Loss | None = None) -> Iterator[Setting]:
+    """All settings below a part of a job, in the order of the schema: of `[algorithm]` those that the loss reads, or
+    those of every loss, each once."""
     for name, field in schema.model_fields.items():
         inner, key = _table(field.annotation)
         if inner is None:
             description = " ".join((field.description or "").split())
             yield Setting(f"{prefix}{name}", _values(field), _default(field), description)
+        elif inner is LossSettings:
+            yield from of_loss(loss) if loss else _of_losses()
         else:
             yield from settings(inner, f"{prefix}{name}.{key}")
 
 
+def of_loss(loss: Loss, defaults: Mapping[str, Any] | None = None) -> Iterator[Setting]:
+    """The settings of `[algorithm]` that a loss reads, with an algorithm's `defaults` over the loss's own."""
+    for one in settings(loss.model, "algorithm."):
+        given = (defaults or {}).get(one.name)
+        default = one.default if given is None else _text(given)
+        yield replace(one, default=json.dumps(loss.name) if one.name == "algorithm.loss" else default)
+
+
+def _of_losses() -> Iterator[Setting]:
+    """The settings of `[algorithm]` of all losses."""
+    found: dict[str, dict[str, Setting]] = {}
+    for loss in sorted(LOSSES.values(), key=lambda one: one.name != "flow_grpo"):
+        for one in settings(loss.model, "algorithm."):
+            found.setdefault(one.name, {})[loss.name] = one
+    for readers in found.values():
+        names: dict[str, list[str]] = {}
+        for loss_name, one in readers.items():
+            names.setdefault(one.default, []).append(loss_name)
+        default, *others = sorted(names, key=lambda text: -len(names[text]))
+        rest = ", ".join(f"{' and '.join(names[other])} {other}" for other in others)
+        first = next(one for one in readers.values() if one.default == default)
+        names_of = () if len(readers) == len(LOSSES) else tuple(sorted(readers))
+        yield replace(first, default=f"{default} ({rest})" if rest else default, losses=names_of)
+
+
+def readers(name: str, *, writes_tokens: bool) -> list[str]:
+    """Losses that read a dotted setting, those for a job's kind of policy if there are any."""
+    found = [loss for loss in LOSSES.values() if any(f"{one.name}.".startswith(f"{name}.") for one in of_loss(loss))]
+    suited = [loss for loss in found if (loss.kind == "sequence") == writes_tokens]
+    return sorted(loss.name for loss in suited or found)
+
+
 def find(name: str, known: Sequence[Setting]) -> list[Setting]:
-    """The settings that a user means: one by its name, a whole table, all with this last part, or other tools' word."""
+    """The settings that a user means: one by its name, a whole table, those that a loss or an algorithm reads, all
+    with this last part, or other tools' word."""
     plain = name.strip().strip(".")
+    if algorithm := ALGORITHMS.get(plain):
+        return list(of_loss(LOSSES[algorithm.loss], {"algorithm.name": plain, **algorithm.defaults}))
+    if loss := LOSSES.get(plain):
+        return list(of_loss(loss))
     exact = [one for one in known if one.name == plain]
     below = [one for one in known if one.name.startswith(f"{plain}.")]
     leaves = [one for one in known if one.leaf == plain.rpartition(".")[2]]
@@ -152,7 +197,10 @@ def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    return _text(field.get_default(call_default_factory=True))
+
+
+def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.branches import LARGE
 from flowfleet.planning.facts import Facts
@@ -75,7 +76,7 @@ def base_bytes(spec: JobSpec, facts: Facts) -> float:
 def num_rounds(spec: JobSpec) -> int:
     """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
     if not spec.records_steps:
-        return spec.algorithm.num_noise_levels
+        return spec.algorithm.of(NoiseLevelSettings).num_noise_levels
     return spec.window.most
 
 
@@ -120,7 +121,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
         "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
-        "teachers": FP32 * facts.trained * len(spec.algorithm.teachers) / ranks,
+        "teachers": FP32 * facts.trained * len(spec.teachers) / ranks,
         "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
         "decoder": float(facts.vae_bytes) if spec.trains_on_gradients else 0.0,
         "rewards' gradients": samples * num_rounds(spec) * facts.latent * FP32 if spec.trains_on_gradients else 0.0,
@@ -176,7 +177,7 @@ def _merged_bytes(spec: JobSpec, facts: Facts) -> float:
 
 def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
     """Masters, both moments as they are kept, old policy, average and moving reference, over all ranks."""
-    moves = spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
+    moves = spec.kl.kl_coef > 0 and spec.kl.kl_reference.moves
     each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * (spec.loss.keeps_old_policy + spec.averages + moves)
     return int(facts.trained * each)
 
@@ -194,9 +195,9 @@ def _streamed(spec: JobSpec, trained: float) -> float:
 
 def _reference(spec: JobSpec, facts: Facts) -> float:
     """A copy of the base, which LoRA does without, or of what is trained, where the reference moves."""
-    if spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves:
+    if spec.kl.kl_coef > 0 and spec.kl.kl_reference.moves:
         return FP32 * facts.trained
-    is_needed = spec.loss.needs_reference or spec.algorithm.kl_coef > 0
+    is_needed = spec.loss.needs_reference or spec.kl.kl_coef > 0
     return facts.params * item_bytes(spec) if is_needed and spec.trainer.mode == "full" else 0.0
 
 

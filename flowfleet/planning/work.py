@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowfleet.algorithms.samplers import mean_model_calls
+from flowfleet.algorithms.settings import KlRewardSettings, RatioSettings
 from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
@@ -86,13 +87,13 @@ def _has_previews(spec: JobSpec) -> bool:
 
 def _forwards(spec: JobSpec) -> float:
     """Model calls of a sample, and those of the reference that it is compared with."""
-    return mean_model_calls(spec) + (len(noisy_steps(spec, 0)) if spec.algorithm.kl_reward else 0)
+    return mean_model_calls(spec) + (len(noisy_steps(spec, 0)) if spec.algorithm.of(KlRewardSettings).kl_reward else 0)
 
 
 def _without_gradient(spec: JobSpec) -> float:
     """Forwards per row besides those of the update: old log-probs of all updates but the first, and the reference. A
     matching loss has other rows in each pass."""
-    count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
+    count = float(spec.loss.needs_reference or spec.kl.kl_coef > 0) + float(spec.loss.keeps_old_policy)
     if spec.trains_on_gradients:
         return count + 1  # the images that rewards are asked about
     if not spec.records_steps:
@@ -101,6 +102,6 @@ def _without_gradient(spec: JobSpec) -> float:
         return count + 1  # a row's teacher
     if spec.recomputes_all:
         count += 1
-    elif spec.algorithm.old_log_probs == "first_forward":
+    elif spec.algorithm.of(RatioSettings).old_log_probs == "first_forward":
         count += 1 - 1 / spec.trainer.updates_per_step
     return count

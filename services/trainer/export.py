@@ -6,10 +6,8 @@ LoRA, for each transformer: diffusers' file, with rank, alpha and targets in its
     pytorch_lora_weights.safetensors     adapter_config.json, adapter_model.safetensors
     pytorch_lora_weights_transformer_2.safetensors     transformer_2/ with the same two, for a second expert
 
-Full: a whole pipeline for `from_pretrained`. Untrained files are linked to the base where the file system can, else
-copied. A model that writes text is a folder of transformers, and its adapter PEFT's two files. LoRA with
-`trainer.lora.merge` also gives such a pipeline at the end. Its transformers' weights are read from the base again and
-written with scale · B A added, shard by shard.
+Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base where the file system can, else
+copied. A model that writes text is a folder of transformers, and its adapter PEFT's two files.
 
 Everything is in `model.dtype`, as the rollouts served it when the job was validated. So a job that averages its weights
 (`trainer.ema`) exports the average; without one, losses that keep an old policy (DiffusionNFT) export that one.
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -68,20 +65,20 @@ def export(engine: Engine, directory: Path, fence: Fence, about: About) -> Path:
         if is_writer:
             for left in directory.parent.glob(f".{directory.name}.*partial"):
                 shutil.rmtree(left, ignore_errors=True)
-    write_model(engine, aside, about, as_pipeline=exports_pipeline(engine.spec))
+    write_model(engine, aside, about)
     with engine.ranks.together():
         if is_writer:
             fence.put(aside, directory)
     return directory
 
 
-def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool) -> dict[str, str]:
+def write_model(engine: Engine, folder: Path, about: About) -> dict[str, str]:
     """Collective. Writes the model to a new folder; rank 0 gets file → digest, without files linked from the base."""
     is_writer = engine.ranks.rank == 0
     with engine.ranks.together():
         if is_writer:
             folder.mkdir(parents=True)
-            if as_pipeline:
+            if not engine.is_lora:
                 _link_base(engine, folder)
     linked = _files_in(folder) if is_writer else set()
     tensors = engine.full_tensors(evaluated=True)
@@ -89,14 +86,12 @@ def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool
         try:
             if is_writer and not engine.is_lora:
                 _write_experts(engine, folder, tensors)
-            elif is_writer and as_pipeline:
-                _write_merged(engine, folder, dict(tensors))
             elif is_writer:
                 _write_adapters(engine, dict(tensors), folder)
         finally:
             for _ in tensors:
                 pass  # ranks gather together to the end
-        digests = _describe(engine, folder, about, "pipeline" if as_pipeline else "adapter") if is_writer else {}
+        digests = _describe(engine, folder, about, "adapter" if engine.is_lora else "pipeline") if is_writer else {}
     return {name: digest for name, digest in digests.items() if name not in linked}
 
 
@@ -104,11 +99,6 @@ def model_bytes(engine: Engine) -> int:
     """Estimates the size of `write_model`'s files: adapters twice, or the trained transformers."""
     elements: int = sum(parameter.numel() for parameter in engine.trained.values())
     return elements * engine.dtype.itemsize * (2 if engine.is_lora else 1)
-
-
-def exports_pipeline(spec: JobSpec) -> bool:
-    """Returns True if the job exports a whole pipeline at its end, False if it exports an adapter."""
-    return spec.trainer.mode == "full" or spec.trainer.lora.merge
 
 
 def exported_weights(spec: JobSpec) -> Weights:
@@ -230,32 +220,6 @@ def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tens
         shards = weights.make_buckets(weights.specs_of(of_component | buffers, engine.dtype), SHARD_BYTES)
         expert_tensors = itertools.chain(itertools.islice(tensors, len(of_component)), buffers.items())
         _write_transformer(engine, component, path, shards, expert_tensors)
-
-
-def _write_merged(engine: Engine, path: Path, adapter: Mapping[str, Tensor]) -> None:
-    for component, expert in engine.experts.items():
-        base = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
-        shards = weights.make_buckets(weights.specs_of(base), SHARD_BYTES)
-        _write_transformer(engine, component, path, shards, _merged(engine, component, base, adapter))
-
-
-def _merged(
-    engine: Engine, component: str, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of a transformer by the names, and in the order and dtypes, of `base`; sums are of float32."""
-    source, part = engine.source(component), engine.spec.trainer.lora
-    for name, tensor in base.items():
-        if not isinstance(tensor, nn.Parameter):
-            stored = source.buffer(name)
-            yield name, tensor if stored is None else stored.to(tensor.dtype)
-            continue
-        weight = source.rows(name, tensor.shape, slice(None))
-        module = f"{component}.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in adapter:
-            weight = weight.to(engine.ranks.device, torch.float32)
-            down, up = (adapter[f"{module}.lora_{factor}.weight"].to(weight) for factor in "AB")
-            weight += (part.alpha / part.rank) * (up.flatten(1) @ down.flatten(1)).view_as(weight)
-        yield name, weight.to(tensor.dtype)
 
 
 def _write_transformer(

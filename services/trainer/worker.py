@@ -206,7 +206,7 @@ class Worker:
         about = About(job.job_id, job.record.version, request.card)
         is_full, write = not job.engine.is_lora, None
         if not is_full or job.spec.schedule.save_full:
-            write = partial(write_model, job.engine, about=about, as_pipeline=is_full)
+            write = partial(write_model, job.engine, about=about)
         size = model_bytes(job.engine) if write else 0
         path = job.checkpoints.save(job.engine, job.record, write, model_bytes=size, keep=request.keep)
         if self.ranks.rank == 0 and job.spec.trains_on_gradients:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.builtin.matching import CrdSettings, DgpoSettings
 from flowfleet.algorithms.losses import Limits, beyond, ratio_stats
 from flowfleet.algorithms.matching.likelihood import log_likelihood_ratio
 from flowfleet.algorithms.matching.losses import (
@@ -18,14 +17,11 @@ from flowfleet.algorithms.matching.losses import (
     with_reference,
 )
 
-if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart
-
 LEAST_KL = 1e-4
 """Weight of CRD's KL at the least reward, as in its authors' code."""
 
 
-def dgpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def dgpo(rows: MatchingRows, part: DgpoSettings) -> MatchingOutput:
     """DGPO, https://arxiv.org/abs/2510.08425: prefers the better samples of a group to the worse ones.
 
     With e = mean((velocity - (noise - clean))^2) of the current policy, e_ref and e_old of the other two, and a group's
@@ -44,7 +40,7 @@ def dgpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     current, reference = rows.velocity.to(target), rows.reference_velocity.detach().to(target)
     error = mean_square(current - target)
     log_ratio = mean_square(rows.old_velocity.detach().to(target) - target) - error
-    limits = Limits(part.clip_range, part.kl_threshold, part.clip_range_low)
+    limits = Limits(part.clip_range, clip_range_low=part.clip_range_low)
     advantages = rows.advantages.detach().to(target)
     higher, lower = beyond(log_ratio, limits)
     higher, lower = higher & (advantages > 0), lower & (advantages <= 0)
@@ -56,7 +52,7 @@ def dgpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     return MatchingOutput(loss, sums, ratio_stats(log_ratio, higher, lower))
 
 
-def crd(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def crd(rows: MatchingRows, part: CrdSettings) -> MatchingOutput:
     """CRD, https://arxiv.org/abs/2603.14128: the model's own reward follows the given one, both centered in a group.
 
     With e the error that `likelihood` names, r = e_old - e_current is the model's own reward up to a constant of the

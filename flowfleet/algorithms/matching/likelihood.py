@@ -8,10 +8,10 @@ level gives one row. Old and current policy see the same noise, which cancels mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from flowfleet.algorithms.builtin.matching import AwmSettings, ElboPgSettings
 from flowfleet.algorithms.losses import Limits, beyond, clipped, ratio_stats
 from flowfleet.algorithms.matching.losses import (
     DEFAULT_CLAMP,
@@ -23,16 +23,14 @@ from flowfleet.algorithms.matching.losses import (
     target_velocity,
     with_reference,
 )
-
-if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart
+from flowfleet.algorithms.settings import LikelihoodSettings
 
 HUBER_POWER = 0.25
 """p of the generalized Huber error, as in all configurations of AWM's authors."""
 HUBER_EPS = 1e-10
 
 
-def awm(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def awm(rows: MatchingRows, part: AwmSettings) -> MatchingOutput:
     """AWM, https://arxiv.org/abs/2509.25050: matching weighted by advantages, as the clipped surrogate of PPO.
 
     With e the error that `likelihood` names, of the current velocity f and the old policy's o: rho = exp(e_o - e_f) and
@@ -46,7 +44,7 @@ def awm(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     """
     log_prob, log_ratio = log_likelihood_ratio(rows, part)
     clamp = DEFAULT_CLAMP if part.advantage_clamp is None else part.advantage_clamp
-    limits = Limits(part.clip_range, part.kl_threshold, part.clip_range_low)
+    limits = Limits(part.clip_range, clip_range_low=part.clip_range_low)
     advantages = rows.advantages.detach().to(log_prob).clamp(-clamp, clamp) / clamp
     loss = clipped(log_ratio, advantages, limits)
     assert rows.old_velocity is not None
@@ -56,7 +54,7 @@ def awm(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     return MatchingOutput(loss, sums | {"actor/old_deviation": distance.detach().sum()}, stats)
 
 
-def elbo_pg(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def elbo_pg(rows: MatchingRows, part: ElboPgSettings) -> MatchingOutput:
     """ELBO policy gradient, https://arxiv.org/abs/2602.04663: the exact (EPG) or proximal (PEPG) policy gradient.
 
     With e the error that `likelihood` names and the log-ratio r = e_old - e_current, which is a constant here:
@@ -79,7 +77,7 @@ def elbo_pg(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     return MatchingOutput(loss, sums, ratio_stats(fixed, nowhere, nowhere))
 
 
-def log_likelihood_ratio(rows: MatchingRows, part: AlgorithmPart) -> tuple[Tensor, Tensor]:
+def log_likelihood_ratio(rows: MatchingRows, part: LikelihoodSettings) -> tuple[Tensor, Tensor]:
     """Minus the current policy's error, and its log-ratio to the old policy's likelihood: (B,) each, with gradient."""
     assert rows.old_velocity is not None
     error = ERRORS[part.likelihood]

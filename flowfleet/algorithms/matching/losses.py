@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.nn import functional
 from flowfleet.algorithms.losses import RatioStats
 
 if TYPE_CHECKING:
-    from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
+    from flowfleet.algorithms.builtin.matching import DiffusionNftSettings, DpoSettings
+    from flowfleet.algorithms.settings import OldPolicyPart
 
 DEFAULT_CLAMP = 5.0
 """Default limit on DiffusionNFT's advantages, used where `algorithm.advantage_clamp` is null: the loss needs one."""
@@ -62,7 +63,7 @@ class MatchingOutput:
     """Statistics of the ratio to the old policy, of losses that have one."""
 
 
-MatchingLoss = Callable[[MatchingRows, "AlgorithmPart"], MatchingOutput]
+MatchingLoss = Callable[[MatchingRows, Any], MatchingOutput]
 """Computes the loss of B rows, all on one device, with the job's settings."""
 
 
@@ -72,7 +73,7 @@ def noisy(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     return (1 - scale) * clean + scale * noise.to(clean)
 
 
-def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def diffusion_nft(rows: MatchingRows, part: DiffusionNftSettings) -> MatchingOutput:
     """DiffusionNFT, https://arxiv.org/abs/2509.16117: towards what the better samples have and the worse ones lack.
 
     With the current velocity f and the old policy's o, v+ = beta f + (1 - beta) o and v- = (1 + beta) o - beta f. Each
@@ -104,7 +105,7 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     return MatchingOutput(loss, {name: value.detach().sum() for name, value in sums.items()} | tie)
 
 
-def dpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
+def dpo(rows: MatchingRows, part: DpoSettings) -> MatchingOutput:
     """Diffusion-DPO, https://arxiv.org/abs/2311.12908, for flow matching: prefer the winner of each pair to the loser.
 
     e is the squared error of a velocity against noise - clean, its MEAN over the elements of a sample; the paper's sum

@@ -123,7 +123,6 @@ def _settings(
     for name in ("resume", "ema"):
         trainer.pop(name, None)
     trainer["mode"] = "lora"  # full weights are a pipeline by now, and an untrained adapter changes nothing
-    put(data, "trainer.lora.merge", False)
     put(data, "schedule.steps", 0)
     put(data, "schedule.keep_best", 0)
     _settle_prompts(prompts)

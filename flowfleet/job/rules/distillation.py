@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.job.rules.unheard import OF_ADVANTAGES, unheard
-
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
 
-"""Settings that say how a sample counts by its rewards."""
-
 
 def problems(job: JobSpec) -> Iterator[str]:
-    """Problems of the teachers, and settings that only rewards would give a meaning."""
+    """Problems of the teachers."""
     if job.loss.reads_rewards:
         return
     loss = job.loss.name
-    if not job.algorithm.teachers:
+    if not job.teachers:
         yield (
             f"algorithm.loss = {loss} learns from teachers: name the adapter of one as "
             "algorithm.teachers.NAME.adapter, for example job:ID"
@@ -33,7 +29,6 @@ def problems(job: JobSpec) -> Iterator[str]:
             f"rollout.noise.eta = 0 stores no steps, which algorithm.loss = {loss} compares with a teacher's: give an "
             "eta above 0"
         )
-    yield from unheard(job, OF_ADVANTAGES, f"with algorithm.loss = {loss}, which rewards only watch: leave it out")
     yield from _routes(job)
 
 
@@ -41,7 +36,7 @@ def _routes(job: JobSpec) -> Iterator[str]:
     """Each source of prompts needs one teacher."""
     names = [source.name for source in job.data.each]
     taught: dict[str, list[str]] = {name: [] for name in names}
-    for teacher, part in job.algorithm.teachers.items():
+    for teacher, part in job.teachers.items():
         setting = f"algorithm.teachers.{teacher}.sources"
         for name in part.sources:
             if name not in taught or not job.data.sources:
@@ -58,5 +53,5 @@ def _routes(job: JobSpec) -> Iterator[str]:
                 f"algorithm.teachers {both} both teach the prompts of {source}, which takes one: {advice}name the "
                 f"sources of each in algorithm.teachers.{taught[name][1]}.sources"
             )
-        elif job.algorithm.teachers and not taught[name]:
+        elif job.teachers and not taught[name]:
             yield f"algorithm.teachers: no teacher has the prompts of {source}: name it in the `sources` of a teacher"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.job.rules.unheard import OF_ADVANTAGES, unheard
+from flowfleet.algorithms.builtin.followed import SrpoSettings
+from flowfleet.job.rules.unheard import unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
@@ -21,7 +22,6 @@ def problems(job: JobSpec) -> Iterator[str]:
         return
     loss = job.loss.name
     yield from _rewards(job)
-    yield from _advantages(job)
     if job.rollout.num_frames > 1:
         yield f"rollout.num_frames = {job.rollout.num_frames}: algorithm.loss = {loss} trains on pictures; set it to 1"
     if job.most_updates_per_step > 1:
@@ -31,12 +31,16 @@ def problems(job: JobSpec) -> Iterator[str]:
         )
     if job.loss.from_steps:
         yield from _late_steps(job)
-    if "negative_words" in job.loss.reads and job.algorithm.negative_words and not job.algorithm.positive_words:
+    yield from _words(job, job.algorithm.of(SrpoSettings))
+
+
+def _words(job: JobSpec, part: SrpoSettings) -> Iterator[str]:
+    if part.negative_words and not part.positive_words:
         yield (
             "algorithm.negative_words without algorithm.positive_words wants the plain prompt more than one with such "
             "words: give positive words too, or leave both out"
         )
-    if not job.algorithm.negative_words:
+    if not part.negative_words:
         yield from unheard(
             job, ("algorithm.relative_weight",), "without algorithm.negative_words: leave it out, or give both words"
         )
@@ -60,14 +64,6 @@ def _rewards(job: JobSpec) -> Iterator[str]:
                 f'{setting}.on_failure = "{part.on_failure}": algorithm.loss = {loss} has nothing to follow without '
                 f'the gradient of {setting}; set it to "pause"'
             )
-
-
-def _advantages(job: JobSpec) -> Iterator[str]:
-    yield from unheard(
-        job,
-        OF_ADVANTAGES,
-        f"with algorithm.loss = {job.loss.name}, which follows gradients and compares no samples: leave it out",
-    )
 
 
 def _late_steps(job: JobSpec) -> Iterator[str]:

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from math import lcm
 from typing import TYPE_CHECKING
 
+from flowfleet.algorithms.settings import AdvantageSettings, KlGateSettings
+
 if TYPE_CHECKING:
-    from flowfleet.job.spec import JobSpec, RewardPart
+    from flowfleet.job.rewards import RewardPart
+    from flowfleet.job.spec import JobSpec
 
 _VOTES = "human"
 """Name of the reward service that people's votes are for."""
@@ -46,7 +49,7 @@ def _held_out_only(job: JobSpec, name: str) -> Iterator[str]:
         )
     if not any(name in job.data.scoring(source.name, job.rewards) for source in job.data.held_out):
         yield f"{setting} leaves it nothing to score: give data.validation, or leave it out"
-    if name in (*job.algorithm.kl_gate.rewards, job.algorithm.diversity):
+    if name in (*job.algorithm.of(KlGateSettings).kl_gate.rewards, job.algorithm.of(AdvantageSettings).diversity):
         yield f"{setting}: the algorithm reads {name} of training samples: leave it out"
 
 
@@ -138,7 +141,7 @@ def lone_votes(job: JobSpec) -> Iterator[str]:
     """Warns where nothing but people's votes holds the policy."""
     votes = [name for name, part in job.rewards.items() if part.service_of(name) == _VOTES]
     others = [part for name, part in job.rewards.items() if name not in votes]
-    if votes and not job.algorithm.kl_coef and not any(part.gate or part.has_influence for part in others):
+    if votes and not job.kl.kl_coef and not any(part.gate or part.has_influence for part in others):
         yield (
             f"rewards.{votes[0]}: people's votes are the only guard of this job: add a reward with a gate, such as "
             "image_quality, or set algorithm.kl_coef"

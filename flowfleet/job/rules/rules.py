@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.job.rules import distillation, gradients, losses, previews, rewards, sampling, sequences, trainer
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ def problems(job: JobSpec) -> Iterator[str]:
 
 def warnings(job: JobSpec) -> Iterator[str]:
     """Settings that are valid but probably not intended, one sentence each."""
-    idle = [name for name in losses.LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
-    idle = [name for name in idle if name not in losses.replaced(job)]
-    if (
-        job.loss.reads_log_probs
-        and job.most_updates_per_step == 1
-        and job.algorithm.old_log_probs != "rollout"
-        and idle
-    ):
+    part = job.algorithm.of(RatioSettings)
+    limits = {name: getattr(job.algorithm, name) for name in losses.LIMITS if job.algorithm.reads(name)}
+    if limits.get("clip_nats") is not None:
+        limits.pop("clip_range", None)
+    idle = [name for name, value in limits.items() if value is not None]
+    if job.loss.reads_log_probs and job.most_updates_per_step == 1 and part.old_log_probs != "rollout" and idle:
         settings = " and ".join(f"algorithm.{name}" for name in idle)
         yield (
             f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
@@ -76,7 +75,7 @@ def _other_numerics(job: JobSpec) -> Iterator[str]:
     """Warns of samplers that compute another policy than the trainer, where the loss has a ratio to it. A loss without
     one takes samples of any sampler as they are."""
     rollout = job.rollout
-    is_guarded = job.algorithm.correction.mode != "none" or rollout.max_log_prob_gap is not None
+    is_guarded = job.algorithm.of(RatioSettings).correction.mode != "none" or rollout.max_log_prob_gap is not None
     if job.loss.kind != "policy" or is_guarded:
         return
     trained = job.trainer.quantization

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
+from flowfleet.algorithms.settings import AdvantageSettings, LengthSettings, RatioSettings
 from flowfleet.job.rules.unheard import unheard
 from flowfleet.job.sequence import SequencePart
 
@@ -43,9 +44,7 @@ _OF_FLOWS = (
     "schedule.validation_sampler",
     "schedule.validation_height",
     "schedule.validation_width",
-    "algorithm.kl_reward",
     "trainer.micro_batch_size",
-    "trainer.base_gradients",
 )
 """Settings that only flows read."""
 _NESTED_OF_FLOWS = ("rollout.noise", "rollout.window", "rollout.preview")
@@ -99,27 +98,18 @@ def _trainer(job: JobSpec) -> Iterator[str]:
         yield f'trainer.quantization = "{part.quantization}" is offered for flows alone: leave it out'
     if part.samples != "no":
         yield f'trainer.samples = "{part.samples}" is offered for flows alone: set trainer.samples = "no"'
-    if part.lora.merge:
-        yield (
-            "trainer.lora.merge is offered for flows alone: leave it out, and merge the exported adapter into its base "
-            "after the job"
-        )
 
 
 def _algorithm(job: JobSpec) -> Iterator[str]:
-    part = job.algorithm
-    if part.correction.mode != "none" and part.correction.normalize == "batch":
-        yield (
-            'algorithm.correction.normalize = "batch" is offered for flows alone: set it to "none"; '
-            "algorithm.correction.level chooses between tokens and sequences"
-        )
-    if part.correction.mode != "none" and part.correction.level == "step" and job.loss.by_sequence:
+    correction = job.algorithm.of(RatioSettings).correction
+    combination = job.algorithm.of(AdvantageSettings).reward_combination
+    if correction.mode != "none" and correction.level == "step" and job.loss.by_sequence:
         yield (
             f'algorithm.correction.level = "step" weighs tokens, and algorithm.loss = {job.loss.name} has one ratio a '
             'sequence: set it to "sequence"'
         )
-    if part.overlong_share and part.reward_combination != "sum":
+    if job.algorithm.of(LengthSettings).overlong_share and combination != "sum":
         yield (
             "algorithm.overlong_share is subtracted from the sum of the rewards, which algorithm.reward_combination = "
-            f'"{part.reward_combination}" does not form: set that to "sum", or algorithm.overlong_share to 0'
+            f'"{combination}" does not form: set that to "sum", or algorithm.overlong_share to 0'
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flowfleet.algorithms.settings import AdvantageSettings, RatioSettings
 from flowfleet.job.rules.unheard import is_changed, unheard
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def adapter(job: JobSpec) -> Iterator[str]:
-    """Checks where an adapter begins, and how it is exported."""
+    """Checks where an adapter begins."""
     if job.model.adapter is not None and job.trainer.resume is not None:
         yield "model.adapter has no effect with trainer.resume, whose checkpoint has an adapter: leave one of them out"
     if job.trainer.mode == "lora":
@@ -21,11 +22,8 @@ def adapter(job: JobSpec) -> Iterator[str]:
     if job.model.adapter is not None:
         yield (
             'model.adapter: trainer.mode = "full" has no adapter that could start from it: export the pipeline with '
-            'the adapter merged in (trainer.lora.merge) and give that as model.path, or set trainer.mode = "lora"'
+            'the adapter merged in, with diffusers, and give that as model.path, or set trainer.mode = "lora"'
         )
-    yield from unheard(
-        job, ("trainer.lora.merge",), 'with trainer.mode = "full", which exports a whole pipeline anyway: leave it out'
-    )
 
 
 def batches(job: JobSpec) -> Iterator[str]:
@@ -49,7 +47,7 @@ def batches(job: JobSpec) -> Iterator[str]:
             f"trainer.micro_batch_size = {part.micro_batch_size} cannot hold a group, which algorithm.loss = "
             f"{job.loss.name} needs: raise it to {setting} = {of_group}, or lower that"
         )
-    if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
+    if part.deterministic and job.loss.kind == "policy" and job.algorithm.of(AdvantageSettings).best_of is not None:
         yield (
             "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "
             "trainer.deterministic = false, or leave algorithm.best_of out"
@@ -103,9 +101,6 @@ def samples(job: JobSpec) -> Iterator[str]:
 def base(job: JobSpec) -> Iterator[str]:
     """Checks `model.base`."""
     if job.model.base == "plain":
-        yield from unheard(
-            job, ("trainer.base_gradients",), 'with model.base = "plain": leave it out, or set that to "fp8"'
-        )
         return
     if job.trainer.mode == "full":
         yield 'model.base = "fp8" is a frozen base: set trainer.mode = "lora", or leave model.base out'
@@ -113,15 +108,10 @@ def base(job: JobSpec) -> Iterator[str]:
         yield f'model.base = "fp8" works on models in bfloat16, not {job.model.dtype}: set model.dtype'
     if job.trainer.sharding == "fsdp" and job.trainer.world_size > 1:
         yield 'model.base = "fp8" is whole on every rank: set trainer.sharding to "auto" or "replicate"'
-    if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout":
+    if job.loss.kind == "policy" and job.algorithm.of(RatioSettings).old_log_probs == "rollout":
         yield (
             'algorithm.old_log_probs = "rollout" with model.base = "fp8" would put an unmeasured gap into the ratio of '
             'the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
-        )
-    if job.trainer.lora.merge:
-        yield (
-            'model.base = "fp8" exports the adapter alone: leave trainer.lora.merge out, and merge the adapter into '
-            "the plain base after the job"
         )
     yield from unheard(
         job, ("rollout.quantization",), 'with model.base = "fp8", which rollouts compute with anyway: leave it out'
@@ -131,13 +121,14 @@ def base(job: JobSpec) -> Iterator[str]:
 def quantization(job: JobSpec) -> Iterator[str]:
     """Checks `trainer.quantization`."""
     setting = 'trainer.quantization = "fp8"'
+    is_bypass = job.algorithm.of(RatioSettings).old_log_probs == "rollout"
     if job.trainer.quantization == "none":
         return
     if job.trainer.mode == "lora":
         yield f'{setting} is for full training: set model.base = "fp8" in its place, which LoRA computes with'
     if job.model.dtype != "bfloat16":
         yield f"{setting} works on models in bfloat16, not {job.model.dtype}: set model.dtype"
-    if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout" and job.rollout.quantization == "none":
+    if job.loss.kind == "policy" and is_bypass and job.rollout.quantization == "none":
         yield (
             f'algorithm.old_log_probs = "rollout" with {setting} would put an unmeasured gap into the ratio of the '
             'loss: set algorithm.old_log_probs to "first_forward" or "recompute", or rollout.quantization to "fp8"'
@@ -151,7 +142,7 @@ def merged(job: JobSpec) -> Iterator[str]:
         return
     if job.rollout.adapter == "separate" or job.loss.kind != "policy":
         return
-    if job.algorithm.old_log_probs == "rollout":
+    if job.algorithm.of(RatioSettings).old_log_probs == "rollout":
         yield (
             'algorithm.old_log_probs = "rollout" with rollout.adapter = "merged" would put an unmeasured gap into the '
             'ratio of the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
@@ -170,7 +161,7 @@ def average(job: JobSpec) -> Iterator[str]:
 
 
 def optimizer(job: JobSpec) -> Iterator[str]:
-    """Checks warm-up and decay of the learning rate."""
+    """Checks the warm-up of the learning rate."""
     part = job.trainer.optimizer
     total = job.schedule.steps * job.most_updates_per_step
     if part.warmup_updates >= total and not job.is_evaluation:
@@ -178,14 +169,6 @@ def optimizer(job: JobSpec) -> Iterator[str]:
             f"trainer.optimizer.warmup_updates = {part.warmup_updates} is not below the {total} updates of the job: "
             "lower it, or raise schedule.steps"
         )
-    if part.lr_schedule == "constant":
-        yield from unheard(
-            job,
-            ("trainer.optimizer.final_lr",),
-            'with trainer.optimizer.lr_schedule = "constant": leave it out, or use "linear" or "cosine"',
-        )
-    elif part.final_lr > part.lr:
-        yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
 
 
 def whole_batches(job: JobSpec) -> Iterator[str]:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
-
-
-OF_ADVANTAGES = (
-    "algorithm.advantage_std",
-    "algorithm.advantage_clamp",
-    "algorithm.reward_combination",
-    "algorithm.best_of",
-    "algorithm.diversity",
-    "algorithm.kl_reward",
-)
-"""Settings that only a loss on advantages listens to."""
 
 
 def unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str]:
@@ -33,8 +22,11 @@ def is_changed(job: JobSpec, name: str) -> bool:
 
     By value: a job that is stored and read again names every setting, and must mean the same.
     """
-    part, *rest = name.split(".")
-    value = reduce(getattr, rest, getattr(job, part))
-    given = [reduce(getattr, rest, type(job).model_fields[part].default)]
-    given += [defaults[name] for defaults in (job.method.defaults, job.loss.settings) if name in defaults]
+    part, first, *rest = name.split(".")
+    if part == "algorithm" and not job.algorithm.reads(first):
+        return False
+    value = reduce(getattr, (first, *rest), getattr(job, part))
+    field: Any = type(getattr(job, part)).model_fields[first]
+    given = [reduce(getattr, rest, field.default)]
+    given += [defaults[name] for defaults in (job.method.defaults, job.loss.defaults) if name in defaults]
     return value not in given

@@ -9,6 +9,13 @@ from dataclasses import dataclass, replace
 
 from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages, shaped_by_diversity, uncertain
 from flowfleet.algorithms.preferences import make_pairs
+from flowfleet.algorithms.settings import (
+    AdvantageSettings,
+    KlGateSettings,
+    KlRewardSettings,
+    LengthSettings,
+    PairSettings,
+)
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.batch import Scored
@@ -48,11 +55,11 @@ def credits_of(
     of whole groups all the same. Raises ValueError without a scored sample.
     """
     groups = [sample.group for sample in scored]
-    part = spec.algorithm
+    part = spec.algorithm.of(AdvantageSettings)
     counted = _columns(spec, rewards, step, scored)
-    if part.kl_reward:
-        counted = counted.with_column(_KL, [sample.reference_kl for sample in scored], -part.kl_reward)
-    if part.overlong_share:
+    if kl_reward := spec.algorithm.of(KlRewardSettings).kl_reward:
+        counted = counted.with_column(_KL, [sample.reference_kl for sample in scored], -kl_reward)
+    if spec.algorithm.of(LengthSettings).overlong_share:
         counted = counted.with_column(OVERLONG, [sample.scores.get(OVERLONG, 0.0) for sample in scored], -1.0)
     values, stats = combined_advantages(
         counted.values,
@@ -72,13 +79,13 @@ def credits_of(
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
         return best_and_worst(_gated(credits, spec, scored, counted), part.best_of), stats
-    credits = _paired(scored, counted.totals().tolist(), part.pairs_per_group)
+    credits = _paired(scored, counted.totals().tolist(), spec.algorithm.of(PairSettings).pairs_per_group)
     return credits, _with_advantages(stats, [credit.advantage for credit in credits] or [0.0])
 
 
 def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], counted: Columns) -> list[Credit]:
     """Takes the KL off samples that no reward of `algorithm.kl_gate` doubts."""
-    gate = spec.algorithm.kl_gate
+    gate = spec.algorithm.of(KlGateSettings).kl_gate
     if not gate.rewards:
         return list(credits)
     auxiliary = [[sample.scores.get(name, math.nan) for sample in scored] for name in gate.rewards]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.job.spec import JobSpec
 from services.controller.job.events import Trained
 
@@ -41,8 +42,9 @@ def _remedies(spec: JobSpec) -> Iterator[str]:
         yield 'rollout.adapter = "separate"'
     if spec.model.base != "plain":
         yield 'model.base = "plain"'
-    if spec.algorithm.old_log_probs == "rollout":
+    part = spec.algorithm.of(RatioSettings)
+    if part.old_log_probs == "rollout":
         yield 'algorithm.old_log_probs = "recompute"'
-    elif spec.algorithm.correction.mode == "none":
+    elif part.correction.mode == "none":
         yield "algorithm.correction"
     yield "a higher limit"

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from flowfleet.algorithms.registry import LossKind
 from flowfleet.algorithms.sequences.overlong import overlong_penalty
+from flowfleet.algorithms.settings import KlRewardSettings, LengthSettings
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
@@ -54,7 +55,7 @@ class FlowPolicy:
                 tail_steps=spec.rollout.tail_steps or 0,
             ),
             record=common_pb2.RECORD_STEPS if spec.records_steps else common_pb2.RECORD_FINAL,
-            reference_kl=spec.algorithm.kl_reward > 0,
+            reference_kl=spec.algorithm.of(KlRewardSettings).kl_reward > 0,
         )
 
     def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
@@ -123,7 +124,7 @@ class SequencePolicy:
         ]
 
     def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
-        share = spec.algorithm.overlong_share
+        share = spec.algorithm.of(LengthSettings).overlong_share
         penalty = overlong_penalty(sample.num_tokens, spec.rollout.sequence.max_tokens, share)
         return {OVERLONG: penalty} if share else {}
 

@@ -519,8 +519,7 @@ class Machine:
     def _refill(self, batch: Batch, group: int) -> None:
         """Replaces a dropped sample of the group, if the settings allow. A given pair has no replacement."""
         used = batch.refills.get(group, 0)
-        may_refill = self.spec.rollout.on_drop == "refill" and self.spec.method.data == "prompts"
-        if may_refill and used < self.spec.rollout.max_refills:
+        if self.spec.method.data == "prompts" and used < self.spec.rollout.max_refills:
             batch.add_sample(group)
 
     def _note_scored(self, step: int, at: float) -> None:

@@ -97,7 +97,7 @@ class Engine:
         if spec.model.adapter is not None and not resumes:
             self._start = open_adapter(Path(spec.model.adapter), list(self.experts))
             self._start.check(lora.named_adapter_parameters(self.experts), lora_spec(spec))
-        self._teachers = {name: self._open_teacher(name) for name in spec.algorithm.teachers}
+        self._teachers = {name: self._open_teacher(name) for name in spec.teachers}
         for expert in self.experts.values():
             if spec.trainer.quantization == "fp8":
                 layers.train_in_fp8(blocks_of(expert))
@@ -219,7 +219,7 @@ class Engine:
         return ReplicatedAdapter(self.experts[component], parameters, self.ranks, self.dtype)
 
     def _quantize(self, block: nn.Module) -> None:
-        layers.replace_weights([block], gradients=self.spec.trainer.base_gradients)
+        layers.replace_weights([block])
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""
@@ -235,7 +235,7 @@ class Engine:
         return self.kind.source(self.adapter, self.folder, component)
 
     def _open_teacher(self, name: str) -> WarmStart:
-        teacher = self.spec.algorithm.teachers[name]
+        teacher = self.spec.teachers[name]
         opened = open_adapter(Path(teacher.adapter), list(self.experts), f"algorithm.teachers.{name}.adapter")
         opened.check(lora.named_adapter_parameters(self.experts), lora_spec(self.spec))
         return opened

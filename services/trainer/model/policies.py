@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.matching.losses import old_policy_decay
+from flowfleet.algorithms.settings import OldPolicySettings
 from flowfleet.job.spec import EmaPart, JobSpec
 from flowfleet.weights import lora
 from services.trainer.parallel.sharding import exchanged, like, local, reshard
@@ -85,14 +86,12 @@ class Policies:
         if self._average is not None and (self.num_updates + 1) % part.every == 0:
             self._move(self._average, average_decay(part, self.num_updates))
 
-    def follow(self, step: int) -> float | None:
-        """Moves the old policy towards the trained one after training step `step` (from 0), where it is its turn.
-        Returns the share of itself that it kept; None without an old policy."""
+    def follow(self) -> float | None:
+        """Moves the old policy towards the trained one after a training step. Returns the share of itself that it kept;
+        None without an old policy."""
         if self._old is None:
             return None
-        part = self._spec.algorithm.old_policy
-        if (step + 1) % part.every:
-            return 1.0
+        part = self._spec.algorithm.of(OldPolicySettings).old_policy
         decay = old_policy_decay(part, self.num_updates)
         self._move(self._old, decay)
         return decay
@@ -100,7 +99,7 @@ class Policies:
     def move_reference(self, step: int, distance: float) -> None:
         """Makes a moving reference the trained policy as it is after training step `step` (from 0), where it is its
         turn. `distance`: the mean of the step's rows to it."""
-        part = self._spec.algorithm.kl_reference
+        part = self._spec.kl.kl_reference
         if self._reference is None or not part.moves:
             return
         is_due = part.every is not None and (step + 1) % part.every == 0
@@ -163,10 +162,10 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Returns True if the reference of `kl_coef` moves with the trained policy, away from the model before training."""
-    return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
+    """Whether what `kl_coef` holds to follows the trained policy, and so is no longer the model before training."""
+    return spec.kl.kl_coef > 0 and spec.kl.kl_reference.moves
 
 
 def needs_reference(spec: JobSpec) -> bool:
-    """Returns True if the job's loss compares with the model before training."""
-    return spec.loss.needs_reference or spec.algorithm.kl_coef > 0
+    """Whether the job's loss compares with the model before training."""
+    return spec.loss.needs_reference or spec.kl.kl_coef > 0

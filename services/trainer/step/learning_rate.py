@@ -15,7 +15,7 @@ def learning_rate(spec: JobSpec, step: int, number: int) -> float:
     """The rate of update `number` of training step `step`, both from 0.
 
     In the warm-up it is lr i / warmup_updates at place i, which begins at 0, as in diffusers' and transformers'
-    `get_scheduler`; then it falls to `final_lr`, which it would reach one update after the job's last one.
+    `get_scheduler`; then it falls to 0, which it would reach one update after the job's last one.
     """
     part, each = spec.trainer.optimizer, spec.most_updates_per_step
     update_index, warmup, total = step * each + number, part.warmup_updates, spec.schedule.steps * each
@@ -25,4 +25,4 @@ def learning_rate(spec: JobSpec, step: int, number: int) -> float:
     if part.lr_schedule == "constant":
         return part.lr
     left = 1 - progress if part.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return part.final_lr + (part.lr - part.final_lr) * left
+    return part.lr * left

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.flops import ModelFlops, model_flops
@@ -65,7 +66,10 @@ class Mfu:
             return [0] * num_updates
         if not self._spec.loss.reads_log_probs:
             return [1] * num_updates
-        bypass, reference = self._spec.algorithm.old_log_probs == "rollout", int(needs_reference(self._spec))
+        bypass, reference = (
+            self._spec.algorithm.of(RatioSettings).old_log_probs == "rollout",
+            int(needs_reference(self._spec)),
+        )
         late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
         return [reference + int(number >= late) for number in range(num_updates)]
 

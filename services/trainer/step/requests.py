@@ -78,6 +78,6 @@ def _problem(item: TrainSample, request: TrainStepRequest, spec: JobSpec) -> str
         return f"its advantage is {item.advantage}: drop it"
     if not sample.HasField("trajectory") or not sample.HasField("prompt_embeds"):
         return "it carries no trajectory and prompt embeds: only samples for training do"
-    if spec.algorithm.teachers and item.teacher not in spec.algorithm.teachers:
-        return f"its teacher is {item.teacher[:64]!r}, the job's are {', '.join(spec.algorithm.teachers)}"
+    if spec.teachers and item.teacher not in spec.teachers:
+        return f"its teacher is {item.teacher[:64]!r}, the job's are {', '.join(spec.teachers)}"
     return step_kind(spec).problem(sample, request.samples[0].sample, spec)

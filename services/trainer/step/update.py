@@ -60,7 +60,7 @@ class StepTrainer:
                 for number, update in enumerate(updates):
                     self._update(number, update)
         with timings("update_actor"):
-            decay = self._engine.policies.follow(self._step)
+            decay = self._engine.policies.follow()
         metrics = self._totals.metrics()
         self._engine.policies.move_reference(self._step, metrics["actor/kl_loss"])
         return metrics if decay is None else metrics | {"training/old_policy_decay": decay}

@@ -142,7 +142,7 @@ async def show_report(job_id: KnownJobId, use: Use) -> VoteReport:
     spec, active = record.job_spec(), reward_set(record.rewards.active).rewards
     others = [part for name, part in active.items() if name not in theirs and part.service_of(name) != SCORER]
     guards = [part for part in others if part.gate is not None or weight_at(part, record.progress.step)]
-    return report(groups, scores, guarded=bool(guards) or spec.algorithm.kl_coef > 0)
+    return report(groups, scores, guarded=bool(guards) or spec.kl.kl_coef > 0)
 
 
 async def _scores(use: Services, job_id: str, groups: Sequence[VoteGroup]) -> tuple[Scores, set[str]]:

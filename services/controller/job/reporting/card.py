@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from flowfleet.algorithms.settings import KlRewardSettings
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.context import JobContext
 from services.controller.store.records import SampleRecord, Validation
@@ -76,7 +77,7 @@ def _guards(spec: JobSpec, rewards: Mapping[str, RewardPart], known: Sequence[Va
             low = part.gate.below is not None
             limit = part.gate.below if low else part.gate.above
             yield f"- `{name}`: {part.gate.action} samples that score {'below' if low else 'above'} {limit:g}"
-    for setting, value in (("kl_coef", spec.algorithm.kl_coef), ("kl_reward", spec.algorithm.kl_reward)):
+    for setting, value in (("kl_coef", spec.kl.kl_coef), ("kl_reward", spec.algorithm.of(KlRewardSettings).kl_reward)):
         if value:
             yield f"- `algorithm.{setting} = {value:g}`"
     if known:

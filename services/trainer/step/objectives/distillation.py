@@ -32,6 +32,7 @@ class DistillationObjective:
         self._engine, self._totals = engine, totals
         self._steps = list(sde_steps)
         self._part, self._loss = engine.spec.algorithm, engine.spec.loss.load()
+        self._teachers = list(engine.spec.teachers)
         self._batches: list[list[StepsBatch]] = []
         self._means: dict[int, Tensor] = {}
         """(W, *latent) of a sample's teacher, by its row."""
@@ -47,11 +48,10 @@ class DistillationObjective:
         if self._means:
             return
         every = [batch for part in self._batches for batch in part]
-        names = list(self._part.teachers)
-        holds = torch.tensor([[float(name in batch.teachers) for name in names] for batch in every])
+        holds = torch.tensor([[float(name in batch.teachers) for name in self._teachers] for batch in every])
         wanted = self._engine.ranks.max(holds.to(self._engine.ranks.device)) > 0
         with timings("teacher"):
-            for number, name in enumerate(names):
+            for number, name in enumerate(self._teachers):
                 self._add_means(
                     name, [batch for batch, is_wanted in zip(every, wanted[:, number], strict=True) if is_wanted]
                 )

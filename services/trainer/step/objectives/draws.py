@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.seeds import derive_seed
@@ -135,7 +136,7 @@ class ScheduleDraws(Draws):
 
 def draws_of(spec: JobSpec, adapter: ModelAdapter, step: int) -> Draws:
     """The draws that the job's `algorithm.sigma_sampling` names."""
-    part, rollout = spec.algorithm, spec.rollout
+    part, rollout = spec.algorithm.of(NoiseLevelSettings), spec.rollout
     boundary = adapter.boundary if len(adapter.experts) > 1 else None
     if part.sigma_sampling == "schedule":
         schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)

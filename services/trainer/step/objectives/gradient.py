@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowfleet.algorithms.matching.losses import mean_square, noisy
 from flowfleet.algorithms.reward_gradient import GradientOutput, GradientRows
+from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
@@ -63,7 +64,9 @@ class GradientObjective:
 
     @property
     def num_rounds(self) -> int:
-        return len(self._steps) if self._engine.spec.loss.from_steps else self._part.num_noise_levels
+        if self._engine.spec.loss.from_steps:
+            return len(self._steps)
+        return self._part.of(NoiseLevelSettings).num_noise_levels
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
         """See `Objective`. Raises an error of the project where a reward gives no gradient: nothing has changed."""
@@ -115,7 +118,7 @@ class GradientObjective:
         if item.references:
             distance = mean_square(predicted - item.references[k])
             sums["actor/kl_loss"] = distance.detach().sum()
-            loss = loss + self._part.kl_coef * item.batch.ties * distance
+            loss = loss + self._engine.spec.kl.kl_coef * item.batch.ties * distance
         self._totals.add_sums(item.batch, sums)
         return loss
 

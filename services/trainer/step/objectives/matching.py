@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.matching.losses import MatchingRows, noisy
+from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
@@ -48,7 +49,7 @@ class MatchingObjective:
 
     @property
     def num_rounds(self) -> int:
-        return self._part.num_noise_levels
+        return self._part.of(NoiseLevelSettings).num_noise_levels
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
         """See `Objective`: velocities of the reference and of the old policy, where the loss reads them. A pass has new

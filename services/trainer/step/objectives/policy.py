@@ -14,9 +14,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from flowfleet.algorithms.correction import Correction, correct, reject, weigh
+from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
 from flowfleet.algorithms.sde import StepResult
+from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.algorithms.step_weights import step_weights
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
@@ -53,13 +54,12 @@ class PolicyObjective:
         spec = engine.spec
         self._engine, self._totals = engine, totals
         self._steps = list(sde_steps)
-        self._part = spec.algorithm
+        self._part, self._kl_coef = spec.algorithm.of(RatioSettings), spec.kl.kl_coef
         self._kind, self._loss = spec.loss, spec.loss.load()
         self._schedule = engine.schedule
         self._weights = step_weights(spec, engine.schedule)
-        self._num_elements = math.prod(engine.adapter.latent_shape(spec.rollout.size))
-        self._limits = limits(spec.algorithm, self._num_elements)
-        totals.limits = self._limits if "clip_range" in spec.loss.reads else None
+        self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
+        totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
         self._batches: list[list[StepsBatch]] = []
         self._known = _Known()
         self._num_passes = 0
@@ -119,23 +119,10 @@ class PolicyObjective:
         devices.synchronize(self._engine.ranks.device)
 
     def _add_weights(self, batches: Sequence[StepsBatch]) -> None:
-        """Collective. Corrections that look at more than one row."""
-        part, weighed = self._part.correction, []
+        """Corrections that look at more than one row."""
         for batch in batches:
             old = torch.stack([cast(Tensor, self._known.of("old_log_prob", batch, k)) for k in range(self.num_rounds)])
-            rollout = batch.rollout_log_probs
-            weighed.append(weigh(part, old, rollout, num_elements=self._num_elements, bypass=False))
-        mean = 1.0
-        if part.normalize == "batch":
-            counted = [item.weights for batch, item in zip(batches, weighed, strict=True) if not batch.is_padding]
-            mine = torch.zeros(2, dtype=torch.float64)  # sum and number
-            for weights in counted:
-                assert weights is not None
-                mine += torch.tensor([weights.sum().item(), weights.numel()], dtype=torch.float64)
-            total, count = self._engine.ranks.sum(mine).tolist()
-            mean = total / count or 1.0
-        for batch, item in zip(batches, weighed, strict=True):
-            correction = reject(part, item, mean)
+            correction = correct(self._part.correction, old, batch.rollout_log_probs, bypass=False)
             assert correction.weights is not None
             self._known.add("weights", batch, correction.weights)
             self._known.add("log_ratio", batch, correction.log_ratio)
@@ -156,7 +143,7 @@ class PolicyObjective:
             return loss
         kl = reference_kl(result.mean, reference_mean, result.std)
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
-        return loss + self._part.kl_coef * batch.ties * kl
+        return loss + self._kl_coef * batch.ties * kl
 
     def _rows(self, batch: StepsBatch, k: int, result: StepResult) -> PolicyRows:
         """Collects the values that the loss may read. The old log-prob is the rollout's with `old_log_probs =
@@ -188,7 +175,7 @@ class PolicyObjective:
             correction = Correction(*(cast(Tensor, self._known.of(name, batch, k)) for name in names))
         else:
             rollout = batch.rollout_log_probs[k]
-            correction = correct(part, log_prob, rollout, num_elements=self._num_elements, bypass=bypass)
+            correction = correct(part, log_prob, rollout, bypass=bypass)
         self._totals.add_sums(batch, correction.sums())
         return correction
 

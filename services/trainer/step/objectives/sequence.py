@@ -16,6 +16,7 @@ from torch import Tensor
 from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.sequences.losses import SequenceRows, divisors, reference_kl_k3
+from flowfleet.algorithms.settings import AggregationSettings, RatioSettings
 from flowfleet.hardware import devices
 from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter
 from flowfleet.process.telemetry import Timings
@@ -36,7 +37,9 @@ class SequenceObjective:
 
     def __init__(self, engine: Engine, totals: Totals) -> None:
         spec = engine.spec
-        self._engine, self._totals, self._spec, self._part = engine, totals, spec, spec.algorithm
+        self._engine, self._totals, self._spec = engine, totals, spec
+        self._part = spec.algorithm.of(RatioSettings)
+        self._aggregation = spec.algorithm.of(AggregationSettings).aggregation
         self._adapter = cast(SequenceAdapter, engine.adapter)
         self._loss = spec.loss.load()
         self._limits = limits(spec.algorithm, 1)
@@ -120,7 +123,7 @@ class SequenceObjective:
             old_log_prob=batch.rollout_tokens if bypass else current,
             advantages=batch.advantages,
             owners=batch.owners,
-            divisors=divisors(torch.tensor(batch.lengths, device=log_prob.device), self._part.aggregation, mean_length),
+            divisors=divisors(torch.tensor(batch.lengths, device=log_prob.device), self._aggregation, mean_length),
             weights=self._weights(batch, current, bypass=bypass),
         )
         output = self._loss(rows, self._limits)
@@ -132,16 +135,16 @@ class SequenceObjective:
             return loss
         kl = rows.aggregated(reference_kl_k3(log_prob, reference))
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
-        return loss + self._part.kl_coef * kl
+        return loss + self._spec.kl.kl_coef * kl
 
     def _weights(self, batch: SequenceBatch, log_prob: Tensor, *, bypass: bool) -> Tensor | None:
         """(N,) of the correction; `log_prob` (N,): the old policy's, or the current one's when bypassing."""
         part = self._part.correction
         if part.mode == "none":
             return None
-        corrections: list[Correction] = [
-            correct(part, policy[:, None], rollout[:, None], num_elements=1, bypass=bypass)
-            for policy, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
+        found: list[Correction] = [
+            correct(part, own[:, None], rollout[:, None], bypass=bypass)
+            for own, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
         ]
         means = [{name: value / len(item.log_ratio) for name, value in item.sums().items()} for item in corrections]
         self._totals.add_sums(batch, {name: torch.stack([mean[name] for mean in means]).sum() for name in means[0]})

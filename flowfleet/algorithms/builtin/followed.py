@@ -1,0 +1,89 @@
+"""Losses and algorithms that follow a teacher's steps or a reward's gradient."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.settings import (
+    DistillationSettings,
+    GradientSettings,
+    NoiseLevelSettings,
+    NumNoiseLevels,
+)
+
+_DISTILLATION = "flowfleet.algorithms.distillation"
+_GRADIENT = "flowfleet.algorithms.reward_gradient"
+_ODE = {"rollout.noise.eta": 0.0}
+
+
+class ReflSettings(GradientSettings):
+    """Settings of ReFL's loss."""
+
+    reward_ceiling: float | None = None
+    """ReFL: rewards of at least this train no more; unset: all do."""
+
+
+class SrpoSettings(NoiseLevelSettings, GradientSettings):
+    """Settings of SRPO's loss."""
+
+    num_noise_levels: NumNoiseLevels = 1
+    align_step: float = Field(default=0.4, gt=0.0, le=1.0)
+    """SRPO: how far one step of the policy lowers the noise level, but to no less than half of it. The known noise
+    leads the rest of the way to an image."""
+    discount_shift: float = Field(default=3.0, gt=0.0)
+    """SRPO: how an image counts by the noise level s that the step ends at: d s / (1 + (d - 1) s)."""
+    positive_words: tuple[str, ...] = ()
+    """SRPO: control words before the prompt, such as "Realistic photo", whose reward is wanted; steps take them in
+    turn. None: the reward of the prompt itself."""
+    negative_words: tuple[str, ...] = ()
+    """SRPO: control words before the prompt whose reward is unwanted; steps take them in turn."""
+    relative_weight: float = Field(default=0.0, ge=0.0)
+    """SRPO: k of (1 + k) times the wanted reward minus the unwanted one."""
+
+
+for _loss in (
+    Loss("diffusion_opd", f"{_DISTILLATION}:diffusion_opd", "distillation", settings=DistillationSettings),
+    Loss(
+        "refl",
+        f"{_GRADIENT}:refl",
+        "gradient",
+        settings=ReflSettings,
+        defaults={
+            "rollout.noise.eta": 0.0,
+            "rollout.noise.share_initial_noise": False,
+            "rollout.window.strategy": "random",
+            "rollout.window.size": 1,
+        },
+        from_steps=True,
+    ),
+    Loss("srpo", f"{_GRADIENT}:srpo", "gradient", settings=SrpoSettings),
+):
+    register_loss(_loss)
+
+for _algorithm in (
+    Algorithm(
+        "diffusion_opd",
+        "DiffusionOPD",
+        "https://arxiv.org/abs/2605.15055",
+        "Distills one or several teachers into one policy, by each step's KL on its own samples; without a reward.",
+        loss="diffusion_opd",
+        defaults={"rollout.noise.type": "sde", "rollout.window.strategy": "all"},
+    ),
+    Algorithm(
+        "refl",
+        "ReFL",
+        "https://arxiv.org/abs/2304.05977",
+        "Follows the gradient of a reward through the decoder and one late denoising step.",
+        loss="refl",
+    ),
+    Algorithm(
+        "srpo",
+        "SRPO",
+        "https://arxiv.org/abs/2509.06942",
+        "Follows the gradient of a reward at any noise level, by images that known noise was added to.",
+        loss="srpo",
+        defaults=_ODE,
+    ),
+):
+    register_algorithm(_algorithm)

@@ -1,0 +1,192 @@
+"""Losses and algorithms on velocities at new noise over finished samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.settings import (
+    AdvantageStd,
+    Beta,
+    ClipRange,
+    ClipSettings,
+    KlCoef,
+    Likelihood,
+    LikelihoodSettings,
+    MatchingSettings,
+    OldPolicyPart,
+    OldPolicySettings,
+    PairwiseSettings,
+)
+
+_MATCHING = "flowfleet.algorithms.matching.losses"
+_LIKELIHOOD = "flowfleet.algorithms.matching.likelihood"
+_GROUPS = "flowfleet.algorithms.matching.groups"
+_ODE = {"rollout.noise.eta": 0.0}
+
+
+class NearOldPolicyPart(OldPolicyPart):
+    """An old policy that stays near the trained one."""
+
+    max: float = Field(default=0.3, ge=0.0, lt=1.0)
+    """Greatest share."""
+
+
+class SlowOldPolicyPart(OldPolicyPart):
+    """An old policy that is only compared with."""
+
+    samples: bool = False
+    """It samples. false: the trained policy samples, and this one is only compared with."""
+    rate: float = Field(default=0.005, ge=0.0, le=1.0)
+    """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
+    max: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Greatest share."""
+
+
+class DiffusionNftSettings(OldPolicySettings, MatchingSettings):
+    """Settings of DiffusionNFT's loss."""
+
+    beta: Beta = Field(default=0.1, le=1.0)
+    advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
+    """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
+    sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
+
+
+class DpoSettings(PairwiseSettings):
+    """Settings of Diffusion-DPO's loss."""
+
+    beta: Beta = 500.0
+
+
+class AwmSettings(ClipSettings, LikelihoodSettings, OldPolicySettings, MatchingSettings):
+    """Settings of AWM's loss."""
+
+    likelihood: Likelihood = "huber"
+    clip_range: ClipRange = 1.0
+    old_kl_coef: float = Field(default=1.0, ge=0.0)
+    """AWM: weight of the squared distance to the old policy."""
+    old_policy: NearOldPolicyPart = NearOldPolicyPart()
+
+
+class ElboPgSettings(LikelihoodSettings, OldPolicySettings, MatchingSettings):
+    """Settings of the ELBO policy gradient."""
+
+    likelihood: Likelihood = "normalized_x0"
+    beta: Beta = 10.0
+    proximal: bool = True
+    """ELBO policy gradient: take the log-ratio to the old policy from the advantage (PEPG), or not (EPG)."""
+    advantage_std: AdvantageStd = "none"
+
+
+class DgpoSettings(ClipSettings, OldPolicySettings, MatchingSettings):
+    """Settings of DGPO's loss."""
+
+    beta: Beta = 100.0
+    clip_range: ClipRange = 0.01
+    advantage_std: AdvantageStd = "group"
+    old_policy: NearOldPolicyPart = NearOldPolicyPart()
+
+
+class CrdSettings(LikelihoodSettings, OldPolicySettings, MatchingSettings):
+    """Settings of CRD's loss."""
+
+    likelihood: Likelihood = "normalized_velocity"
+    beta: Beta = 1.0
+    kl_coef: KlCoef = 0.1
+    old_policy: SlowOldPolicyPart = SlowOldPolicyPart()
+
+
+for _loss in (
+    Loss(
+        "diffusion_nft",
+        f"{_MATCHING}:diffusion_nft",
+        "matching",
+        settings=DiffusionNftSettings,
+        keeps_old_policy=True,
+    ),
+    Loss(
+        "dpo",
+        f"{_MATCHING}:dpo",
+        "matching",
+        settings=DpoSettings,
+        needs_pairs=True,
+        needs_reference=True,
+    ),
+    Loss("awm", f"{_LIKELIHOOD}:awm", "matching", settings=AwmSettings, keeps_old_policy=True),
+    Loss("elbo_pg", f"{_LIKELIHOOD}:elbo_pg", "matching", settings=ElboPgSettings, keeps_old_policy=True),
+    Loss(
+        "dgpo",
+        f"{_GROUPS}:dgpo",
+        "matching",
+        settings=DgpoSettings,
+        needs_groups=True,
+        shares_noise=True,
+        needs_reference=True,
+        keeps_old_policy=True,
+    ),
+    Loss("crd", f"{_GROUPS}:crd", "matching", settings=CrdSettings, needs_groups=True, keeps_old_policy=True),
+):
+    register_loss(_loss)
+
+for _algorithm in (
+    Algorithm(
+        "diffusion_nft",
+        "DiffusionNFT",
+        "https://arxiv.org/abs/2509.16117",
+        "Flow matching towards the better samples and away from the worse, by any sampler and without log-probs.",
+        loss="diffusion_nft",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "awm",
+        "AWM",
+        "https://arxiv.org/abs/2509.25050",
+        "Flow matching weighted by advantages, as the clipped surrogate of PPO.",
+        loss="awm",
+        defaults={**_ODE, "trainer.ema.decay": 0.99},
+    ),
+    Algorithm(
+        "elbo_pg",
+        "ELBO policy gradient",
+        "https://arxiv.org/abs/2602.04663",
+        "The proximal exact policy gradient of a likelihood that finished samples give.",
+        loss="elbo_pg",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "dgpo",
+        "DGPO",
+        "https://arxiv.org/abs/2510.08425",
+        "Prefers the better samples of each group to the worse ones, all at one noise.",
+        loss="dgpo",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "crd",
+        "CRD",
+        "https://arxiv.org/abs/2603.14128",
+        "Makes the model's own reward follow the given one, both centered in their group.",
+        loss="crd",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "online_dpo",
+        "online Diffusion-DPO",
+        "https://arxiv.org/abs/2311.12908",
+        "Prefers the best to the worst sample of each group.",
+        loss="dpo",
+        defaults=_ODE,
+    ),
+    Algorithm(
+        "dpo",
+        "Diffusion-DPO",
+        "https://arxiv.org/abs/2311.12908",
+        "Prefers the chosen to the rejected of each pair of a preference data set; nothing is sampled for training.",
+        loss="dpo",
+        defaults={**_ODE, "rollout.group_size": 2},
+        data="preferences",
+    ),
+):
+    register_algorithm(_algorithm)

@@ -1,0 +1,87 @@
+"""Losses and algorithms of policies that write tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.settings import (
+    AdvantageClamp,
+    AdvantageStd,
+    AggregationSettings,
+    ClipRange,
+    ClipRangeLow,
+    ClipSettings,
+    CorrectionPart,
+    KlCoef,
+    SequenceSettings,
+)
+
+_SEQUENCES = "flowfleet.algorithms.sequences.losses"
+_TWO_UPDATES = {"trainer.updates_per_step": 2}
+
+
+class SequenceCorrectionPart(CorrectionPart):
+    """The correction of a loss that has one ratio a sequence."""
+
+    level: Literal["step", "sequence"] = "sequence"
+    """What has a ratio of its own, a geometric mean: each noisy step of a sample or token of a text, or the sample by
+    all of them."""
+
+
+class GspoSettings(ClipSettings, SequenceSettings):
+    """Settings of GSPO's loss."""
+
+    clip_range: ClipRange = 4e-4
+    clip_range_low: ClipRangeLow = 3e-4
+    advantage_std: AdvantageStd = "group"
+    advantage_clamp: AdvantageClamp = None
+    correction: SequenceCorrectionPart = SequenceCorrectionPart()
+
+
+class GrpoSettings(AggregationSettings, ClipSettings, SequenceSettings):
+    """Settings of GRPO's loss on tokens."""
+
+    clip_range: ClipRange = 0.2
+    kl_coef: KlCoef = 0.04
+    advantage_std: AdvantageStd = "group"
+    advantage_clamp: AdvantageClamp = None
+
+
+for _loss in (
+    Loss("gspo", f"{_SEQUENCES}:gspo", "sequence", settings=GspoSettings, defaults=_TWO_UPDATES, by_sequence=True),
+    Loss("grpo", f"{_SEQUENCES}:grpo", "sequence", settings=GrpoSettings, defaults=_TWO_UPDATES),
+):
+    register_loss(_loss)
+
+for _algorithm in (
+    Algorithm(
+        "gspo",
+        "GSPO",
+        "https://arxiv.org/abs/2507.18071",
+        "PPO's clipped surrogate on the ratio of whole sequences, per token.",
+        loss="gspo",
+    ),
+    Algorithm(
+        "grpo",
+        "GRPO",
+        "https://arxiv.org/abs/2402.03300",
+        "PPO's clipped surrogate on the ratio of each token, with advantages relative to a group.",
+        loss="grpo",
+    ),
+    Algorithm(
+        "dapo",
+        "DAPO",
+        "https://arxiv.org/abs/2503.14476",
+        "GRPO that clips less above, averages over tokens, and costs sequences that come near the limit.",
+        loss="grpo",
+        defaults={
+            "algorithm.kl_coef": 0.0,
+            "algorithm.clip_range": 0.28,
+            "algorithm.clip_range_low": 0.2,
+            "algorithm.aggregation": "token",
+            "algorithm.overlong_share": 0.2,
+        },
+    ),
+):
+    register_algorithm(_algorithm)

@@ -1,0 +1,94 @@
+"""How the trainer updates weights: `[trainer]` and its tables."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flowfleet.job.part import Part
+
+
+class LoraPart(Part):
+    rank: int = Field(default=64, ge=1, le=4096)
+    """Rank of the adapter's matrices."""
+    alpha: float = Field(default=128.0, gt=0.0)
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] | None = None
+    """Names of modules that are adapted; unset: those that suit the model's family."""
+
+
+class OptimizerPart(Part):
+    """AdamW."""
+
+    lr: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=1e-4, ge=0.0)
+    """Decoupled weight decay, multiplied by `lr`."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Norm that gradients are scaled down to."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How `lr` falls to 0 between the warm-up and the job's last update: not at all, linearly, or by half a cosine."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates in which `lr` rises linearly from 0."""
+    state: Literal["device", "host", "8bit"] = "device"
+    """Where the two moments are: fp32 next to the weights, fp32 in host memory, or 8 bits next to the weights."""
+
+
+class EmaPart(Part):
+    """An average of the trained weights, which is validated and exported in their place; nothing samples with it. After
+    update n it keeps the share min(decay, (1 + n) / (10 + n)) of itself and takes the rest from the trained weights."""
+
+    decay: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Greatest share; null: no average. 0 is the trained weights themselves, where an old policy samples."""
+    every: int = Field(default=1, ge=1)
+    """Updates from one step of the average to the next: it follows those n of which n + 1 is a multiple of this."""
+
+
+class TrainerPart(Part):
+    mode: Literal["lora", "full"] = "lora"
+    """lora: train an adapter on frozen weights. full: train all weights of the transformer."""
+    lora: LoraPart = LoraPart()
+    optimizer: OptimizerPart = OptimizerPart()
+    ema: EmaPart = EmaPart()
+    resume: str | None = Field(default=None, min_length=1)
+    """Checkpoint that the job starts from, with all moments, averages and the old policy: `job:ID@STEP`, or its folder,
+    readable by controller and trainer. Model, adapter and losses must keep the same tensors. The job's own steps and
+    learning rate start from 0."""
+    world_size: int = Field(default=1, ge=1, le=4096)
+    """Ranks of torchrun, one an accelerator."""
+    sharding: Literal["auto", "replicate", "fsdp"] = "auto"
+    """How ranks hold the model. replicate: each holds all of it and only an adapter's gradients travel (LoRA). fsdp:
+    they share it and gather a block at a time. auto: replicate for LoRA where the base takes at most half of a device's
+    memory, else fsdp."""
+    updates_per_step: int = Field(default=1, ge=1, le=64)
+    """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
+    loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""
+    passes: int = Field(default=1, ge=1, le=64)
+    """Number of passes through a step's samples, each of `updates_per_step` updates. The old policy is the one before
+    the first."""
+    micro_batch_size: int = Field(default=16, ge=1, le=4096)
+    """Rows of one forward and backward on one rank. Of sequences: `micro_batch_tokens` counts in its place."""
+    micro_batch_tokens: int = Field(default=8192, ge=1, le=16_777_216)
+    """Tokens of one forward and backward on one rank, prompts counted, that sequences are packed into without padding.
+    A longer sequence is alone."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward: none, all but the costly ones (matrix products and
+    attention), or all inside a block."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: large linears of the transformer's blocks compute in float8 (e4m3, a scale a row), in the forward and for
+    the gradients of their inputs. Weights, their gradients and the optimizer stay as they are, and experts of a mixture
+    compute in `model.dtype`. `mode = "full"` only."""
+    compile: bool = False
+    """Compile the transformer's blocks; the first update of a shape waits for it."""
+    deterministic: bool = False
+    """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads a rank; unset: all cores shared by the ranks."""
+    samples: Literal["no", "idle", "only"] = "no"
+    """Whether the trainer's ranks sample as replicas of their own job. idle: in addition to rollouts, between updates.
+    only: no rollouts at all, strictly on-policy."""
