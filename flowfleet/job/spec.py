@@ -34,6 +34,7 @@ from flowfleet.algorithms.windows import Window
 from flowfleet.job import reference
 from flowfleet.job.algorithm import AlgorithmTable, filled, loss_of
 from flowfleet.job.data import DataPart
+from flowfleet.job.migration import is_first_format, migrated
 from flowfleet.job.part import Part
 from flowfleet.job.removed import replacement
 from flowfleet.job.rewards import REWARD_NAME, GatePart, RewardPart
@@ -132,8 +133,12 @@ class JobSpec(Part):
     @model_validator(mode="before")
     @classmethod
     def _algorithm_defaults(cls, data: Any) -> Any:
-        """Fills in what the named algorithm and its loss set and the job does not."""
+        """Fills in what the named algorithm and its loss set and the job does not; takes jobs of format 0 as well."""
         plugins.load()
+        if is_first_format(data):
+            data, reasons = migrated(data)
+            for reason in reasons:
+                raise ValueError(reason)
         return filled(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")

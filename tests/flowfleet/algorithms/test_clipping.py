@@ -7,9 +7,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo, grpo_guard, limits
+from flowfleet.algorithms.builtin.policy import FlowGrpoSettings
+from flowfleet.algorithms.losses import PolicyRows, flow_grpo, grpo_guard, limits
 from flowfleet.algorithms.sde import reverse_step
-from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.numerics import Array, backward, gradient
 
 VIDEO = 16 * 21 * 90 * 160
@@ -34,7 +34,7 @@ def test_a_videos_rows_are_clipped_at_the_nats_that_were_set(loss: object, dtype
         std=torch.ones(8, dtype=dtype),
         dt=-torch.ones(8, dtype=dtype),
     )
-    bounds = limits(AlgorithmPart(clip_nats=NATS), VIDEO)
+    bounds = limits(FlowGrpoSettings(clip_nats=NATS), VIDEO)
     assert bounds.log_high * VIDEO == pytest.approx(NATS, rel=1e-9)
     assert bounds.log_low * VIDEO == pytest.approx(-NATS, rel=1e-6)
     output = loss(rows, bounds)  # type: ignore[operator]
@@ -46,13 +46,8 @@ def test_a_videos_rows_are_clipped_at_the_nats_that_were_set(loss: object, dtype
 
 
 def test_limits_below_one_may_differ_from_those_above() -> None:
-    bounds = limits(AlgorithmPart(clip_range=0.1, clip_range_low=0.3), 64)
+    bounds = limits(FlowGrpoSettings(clip_range=0.1, clip_range_low=0.3), 64)
     assert [math.exp(bounds.log_low), math.exp(bounds.log_high)] == pytest.approx([0.7, 1.1])
-    bounds = limits(AlgorithmPart(clip_nats=0.4, clip_nats_low=0.2), VIDEO)
-    assert bounds.log_low * VIDEO == pytest.approx(-0.2, rel=1e-9)
-    assert bounds.log_high * VIDEO == pytest.approx(0.4, rel=1e-9)
-    bounds = limits(AlgorithmPart(clip_nats_low=0.2), 1000)
-    assert bounds == Limits(1e-5, 1e-5, -math.expm1(-0.2 / 1000))
 
 
 def test_log_probs_of_a_video_resolve_its_clip_range() -> None:

@@ -5,18 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.correction import agreement_metrics, correct, reject, weigh
+from flowfleet.algorithms.correction import agreement_metrics, correct
 from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo
 from flowfleet.job.spec import CorrectionPart
 from tests.flowfleet.algorithms.numerics import PRECISIONS, as_float64, close
 
 
-def weight(part: CorrectionPart, gap: float, num_elements: int, bypass: bool) -> tuple[float, bool]:
+def weight(part: CorrectionPart, gap: float, bypass: bool) -> tuple[float, bool]:
     """Weight of one row, and whether it is outside, by the definitions."""
-    ratio = math.exp(max(-20.0, min(20.0, gap * num_elements if part.joint else gap)))
+    ratio = math.exp(max(-20.0, min(20.0, gap)))
     if part.mode == "truncated":
         return min(part.high, ratio) / (ratio if bypass else 1.0), ratio > part.high
     is_inside = part.low <= ratio <= part.high
@@ -32,7 +32,6 @@ def weight(part: CorrectionPart, gap: float, num_elements: int, bypass: bool) ->
     spread=st.sampled_from([0.0, 0.5, 30.0]),
     low=st.floats(0.1, 1.0),
     high=st.floats(1.0, 5.0),
-    joint=st.booleans(),
     bypass=st.booleans(),
 )
 def test_weights_match_the_definitions(
@@ -44,29 +43,26 @@ def test_weights_match_the_definitions(
     spread: float,
     low: float,
     high: float,
-    joint: bool,
     bypass: bool,
 ) -> None:
-    assume(mode == "rejection" or not (joint and bypass))  # refused: the loss holds another ratio
-    num_elements = 64
-    part = CorrectionPart.model_validate({"mode": mode, "low": low, "high": high, "joint": joint})
+    part = CorrectionPart.model_validate({"mode": mode, "low": low, "high": high})
     rng = np.random.default_rng(seed)
     rollout = torch.tensor(rng.normal(0, 3, rows), dtype=dtype)
-    gaps = rng.normal(0, spread / (num_elements if joint else 1), rows)
+    gaps = rng.normal(0, spread, rows)
     old = (rollout + torch.tensor(gaps, dtype=dtype)).requires_grad_()
-    result = correct(part, old, rollout, num_elements=num_elements, bypass=bypass)
+    result = correct(part, old, rollout, bypass=bypass)
     seen = as_float64(old.detach() - rollout)
-    expected = [weight(part, gap, num_elements, bypass) for gap in seen.tolist()]
+    expected = [weight(part, gap, bypass) for gap in seen.tolist()]
     assert result.weights is not None
     assert not result.weights.requires_grad
-    ratios = np.exp(np.clip(seen * (num_elements if joint else 1), -20, 20))
+    ratios = np.exp(np.clip(seen, -20, 20))
     clear = np.minimum(abs(ratios - low), abs(ratios - high)) > 1e-5  # float32 may see others on a bound
     close(result.weights[clear], np.array([value for value, _ in expected])[clear], tolerance)
     assert result.outside[clear].tolist() == np.array([outside for _, outside in expected])[clear].tolist()
 
 
 def test_none_gives_no_weights_but_still_the_gap() -> None:
-    result = correct(CorrectionPart(), torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.5]), num_elements=8, bypass=False)
+    result = correct(CorrectionPart(), torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.5]), bypass=False)
     assert result.weights is None
     assert result.log_ratio.tolist() == [0.0, 0.5]
     assert result.outside.tolist() == [False, False]
@@ -94,10 +90,9 @@ def test_how_far_rows_are_from_agreement() -> None:
 @pytest.mark.parametrize("bypass", [False, True])
 def test_equal_log_probs_weigh_exactly_one(mode: str, bypass: bool) -> None:
     """Holds for bounds of exactly 1 as well: they are inclusive."""
-    joint = mode == "rejection" or not bypass
-    part = CorrectionPart.model_validate({"mode": mode, "low": 1.0, "high": 1.0, "joint": joint})
+    part = CorrectionPart.model_validate({"mode": mode, "low": 1.0, "high": 1.0})
     log_prob = torch.randn(5)
-    result = correct(part, log_prob, log_prob.clone(), num_elements=65_536, bypass=bypass)
+    result = correct(part, log_prob, log_prob.clone(), bypass=bypass)
     assert result.weights is not None
     assert result.weights.tolist() == [1.0] * 5
     assert not result.outside.any()
@@ -106,16 +101,15 @@ def test_equal_log_probs_weigh_exactly_one(mode: str, bypass: bool) -> None:
 def test_sums_count_rows_outside_and_add_up_to_the_mean_weight() -> None:
     part = CorrectionPart(mode="band", low=0.5, high=2.0)
     gaps = torch.tensor([math.log(3.0), math.log(0.4), math.log(1.5), 0.0], dtype=torch.float64)
-    sums = correct(part, gaps, torch.zeros_like(gaps), num_elements=4, bypass=False).sums()
+    sums = correct(part, gaps, torch.zeros_like(gaps), bypass=False).sums()
     assert sums["rollout_corr/outside"].item() == 2
     assert sums["rollout_corr/weight_mean"].item() == pytest.approx(0 + 0 + 1.5 + 1)
 
 
-def test_joint_ratios_of_many_elements_do_not_overflow() -> None:
-    gaps = torch.tensor([1.0, -1.0])
+def test_ratios_do_not_overflow() -> None:
+    gaps = torch.tensor([65_536.0, -65_536.0])
     for mode, bypass in (("truncated", False), ("rejection", True)):
-        part = CorrectionPart.model_validate({"mode": mode, "joint": True})
-        result = correct(part, gaps, torch.zeros(2), num_elements=65_536, bypass=bypass)
+        result = correct(CorrectionPart.model_validate({"mode": mode}), gaps, torch.zeros(2), bypass=bypass)
         assert result.weights is not None
         assert torch.isfinite(result.weights).all()
         assert result.log_ratio.tolist() == [20.0, -20.0]
@@ -126,7 +120,7 @@ def test_bypassing_truncation_bounds_the_losss_own_ratio() -> None:
     rollout = torch.zeros(3, dtype=torch.float64)
     current = torch.log(torch.tensor([0.5, 1.5, 7.0], dtype=torch.float64))
     part = CorrectionPart(mode="truncated", high=2.0)
-    weights = correct(part, current, rollout, num_elements=8, bypass=True).weights
+    weights = correct(part, current, rollout, bypass=True).weights
     rows = PolicyRows(current, rollout, -torch.ones(3, dtype=torch.float64), weights)
     assert flow_grpo(rows, Limits(0.9, 1.0)).loss.tolist() == pytest.approx([0.5, 1.5, 2.0])
 
@@ -139,39 +133,20 @@ def test_bypassing_truncation_bounds_the_losss_own_ratio() -> None:
     steps=st.integers(1, 4),
     mode=st.sampled_from(["truncated", "band", "rejection"]),
     level=st.sampled_from(["step", "sequence"]),
-    joint=st.booleans(),
-    mean=st.sampled_from([1.0, 0.7, 1.9]),
-    bounds=st.sampled_from([(None, None), (0.6, None), (None, 1.4), (0.9, 1.1)]),
 )
-def test_levels_means_and_bounds_of_rejection_match_the_definitions(
-    dtype: torch.dtype,
-    tolerance: float,
-    seed: int,
-    rows: int,
-    steps: int,
-    mode: str,
-    level: str,
-    joint: bool,
-    mean: float,
-    bounds: tuple[float | None, float | None],
+def test_levels_match_the_definitions(
+    dtype: torch.dtype, tolerance: float, seed: int, rows: int, steps: int, mode: str, level: str
 ) -> None:
-    num_elements = 32
-    low, high = bounds
-    part = CorrectionPart.model_validate(
-        {"mode": mode, "low": 0.5, "high": 1.5, "level": level, "joint": joint, "reject_low": low, "reject_high": high}
-    )
+    part = CorrectionPart.model_validate({"mode": mode, "low": 0.5, "high": 1.5, "level": level})
     rng = np.random.default_rng(seed)
     rollout = torch.tensor(rng.normal(0, 3, (steps, rows)), dtype=dtype)
-    gaps = rng.normal(0, 0.5 / (num_elements if joint else 1), (steps, rows))
-    old = rollout + torch.tensor(gaps, dtype=dtype)
+    old = rollout + torch.tensor(rng.normal(0, 0.5, (steps, rows)), dtype=dtype)
     seen = as_float64(old - rollout)
     if level == "sequence":
-        seen = np.broadcast_to(seen.sum(0) if joint else seen.mean(0), seen.shape)
-    ratios = np.exp(seen * (num_elements if joint else 1))
-    expected = np.array([[weight(part, gap, num_elements, False)[0] for gap in row] for row in seen.tolist()]) / mean
-    expected[(ratios < (low or 0)) | (ratios > (high or np.inf))] = 0.0
-    found = reject(part, weigh(part, old, rollout, num_elements=num_elements, bypass=False), mean).weights
+        seen = np.broadcast_to(seen.mean(0), seen.shape)
+    ratios = np.exp(seen)
+    expected = np.array([[weight(part, gap, False)[0] for gap in row] for row in seen.tolist()])
+    found = correct(part, old, rollout, bypass=False).weights
     assert found is not None
-    limits = [bound for bound in (0.5, 1.5, low, high) if bound is not None]
-    clear = np.min([abs(ratios - bound) for bound in limits], axis=0) > 1e-4  # float32 may see others on a bound
+    clear = np.min([abs(ratios - bound) for bound in (0.5, 1.5)], axis=0) > 1e-4  # float32 may see others on a bound
     close(found[torch.tensor(clear)], expected[clear], tolerance * 10)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.algorithms.distillation import DistillationRows, diffusion_opd
-from flowfleet.job.spec import AlgorithmPart
+from flowfleet.algorithms.settings import DistillationSettings
 from tests.flowfleet.algorithms.matching.test_losses import SHAPES
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
 
-PART = AlgorithmPart(name="diffusion_opd", loss="diffusion_opd")
+PART = DistillationSettings()
 
 
 def opd_oracle(mean: Array, teacher: Array, std: Array) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from flowfleet.algorithms.builtin.policy import FlowDppoSettings, FlowGrpoSettings
 from flowfleet.algorithms.losses import (
     Limits,
     PolicyLoss,
@@ -24,7 +25,6 @@ from flowfleet.algorithms.losses import (
     ratio_stats,
     reference_kl,
 )
-from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.numerics import (
     PRECISIONS,
     Array,
@@ -400,10 +400,9 @@ def test_bad_nats_are_refused(nats: float, num_elements: int) -> None:
 
 
 def test_limits_of_a_job_are_per_element_or_in_nats_of_the_whole_sample() -> None:
-    plain = AlgorithmPart(clip_range=3e-5, kl_threshold=2e-5)
-    assert limits(plain, 1024) == limits(plain, 65_536) == Limits(3e-5, 2e-5)
-    nats = AlgorithmPart(clip_nats=0.66, kl_threshold_nats=0.5)
+    plain = FlowGrpoSettings(clip_range=3e-5)
+    assert limits(plain, 1024) == limits(plain, 65_536) == Limits(3e-5, settings=plain)
+    assert limits(FlowDppoSettings(kl_threshold=2e-5), 1024).kl_threshold == 2e-5
     for num_elements in (1024, 65_536):
-        bounds = limits(nats, num_elements)
+        bounds = limits(FlowGrpoSettings(clip_nats=0.66), num_elements)
         assert num_elements * math.log1p(bounds.clip_range) == pytest.approx(0.66)
-        assert num_elements * bounds.kl_threshold == pytest.approx(0.5)

@@ -1,15 +1,13 @@
 """Losses on gradients of rewards against their formulas in NumPy, float64, written in another form."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowfleet.algorithms.builtin.followed import ReflSettings, SrpoSettings
 from flowfleet.algorithms.reward_gradient import GradientRows, next_sigma, refl, srpo, with_words
-from flowfleet.job.spec import AlgorithmPart
 
 SHAPE = (3, 4, 5)
 
@@ -24,13 +22,9 @@ def rows(seed: int, sigma: list[float], *, noisy: bool) -> tuple[GradientRows, n
     return GradientRows(tensors[0], tensors[1], tensors[2].requires_grad_(), tensors[3] if noisy else None), clean
 
 
-def part(**settings: Any) -> AlgorithmPart:
-    return AlgorithmPart(**settings)
-
-
 def test_refl_predicts_the_clean_image_of_a_straight_line() -> None:
     given_rows, _ = rows(1, [0.3, 0.9], noisy=False)
-    output = refl(given_rows, part(reward_ceiling=2.0), 0)
+    output = refl(given_rows, ReflSettings(reward_ceiling=2.0), 0)
     for row, sigma in enumerate((0.3, 0.9)):
         expected = given_rows.latents[row].numpy() - sigma * given_rows.velocity[row].detach().numpy()
         np.testing.assert_allclose(output.image[row].detach().numpy(), expected, rtol=1e-12)
@@ -46,7 +40,7 @@ def test_srpo_recovers_an_image_by_the_share_that_the_policy_made(
 ) -> None:
     """x0 + rho (e - x0 - v) with rho = (s - s') / (1 - s'): the known image, moved by the policy's error."""
     given_rows, clean = rows(seed, [sigma], noisy=True)
-    output = srpo(given_rows, part(align_step=align_step, discount_shift=shift), 0)
+    output = srpo(given_rows, SrpoSettings(align_step=align_step, discount_shift=shift), 0)
     after = max(sigma - align_step, sigma / 2)
     rho = (sigma - after) / (1 - after)
     assert given_rows.noise is not None
@@ -66,13 +60,15 @@ def test_a_right_velocity_leaves_the_image_as_it_was() -> None:
     right = GradientRows(
         given_rows.latents, given_rows.sigma, given_rows.noise - torch.from_numpy(clean), given_rows.noise
     )
-    np.testing.assert_allclose(srpo(right, part(), 0).image.numpy(), clean, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(srpo(right, SrpoSettings(), 0).image.numpy(), clean, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("step", "positive"), [(0, "Real"), (1, "Sharp"), (2, "Real")])
 def test_relative_preference_wants_the_positive_words_and_not_the_negative(step: int, positive: str) -> None:
     given_rows, _ = rows(4, [0.8, 0.2], noisy=True)
-    settings = part(positive_words=("Real", "Sharp"), negative_words=("Oily",), relative_weight=0.5, discount_shift=1.0)
+    settings = SrpoSettings(
+        positive_words=("Real", "Sharp"), negative_words=("Oily",), relative_weight=0.5, discount_shift=1.0
+    )
     wanted, unwanted = srpo(given_rows, settings, step).wishes
     assert (wanted.words, unwanted.words) == (positive, "Oily")
     np.testing.assert_allclose(wanted.factors.numpy(), [1.5 * 0.4, 1.5 * 0.1], rtol=1e-12)

@@ -11,7 +11,7 @@ from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec, parse_job
 
 SIGNS: dict[str, Any] = {"name": "signs", "path": "signs.txt", "rewards": {"ocr": 1.0}}
-SCENES: dict[str, Any] = {"name": "scenes", "path": "scenes.csv", "weight": 3, "prompt_column": "caption"}
+SCENES: dict[str, Any] = {"name": "scenes", "path": "scenes.csv", "weight": 3}
 
 
 def job(data: dict[str, Any], rewards: dict[str, Any] | None = None, **parts: Any) -> JobSpec:
@@ -19,11 +19,11 @@ def job(data: dict[str, Any], rewards: dict[str, Any] | None = None, **parts: An
     return parse_job({"model": {"path": "m"}, "rewards": rewards, "data": data, **parts})
 
 
-def test_sources_have_columns_rewards_and_settings_of_their_own() -> None:
+def test_sources_have_rewards_and_settings_of_their_own() -> None:
     part = job({"sources": [SIGNS, SCENES | {"validation": "held.txt"}], "ignore_columns": ["id"]}).data
     signs, scenes = part.each
     assert (signs.setting, scenes.setting) == ("data.sources.0.path", "data.sources.1.path")
-    assert (signs.columns.prompt, scenes.columns.prompt) == ("prompt", "caption")
+    assert signs.columns.prompt == scenes.columns.prompt == "prompt"
     assert signs.columns.ignored == scenes.columns.ignored == {"id"}
     assert [place for _, place, _ in scenes.files("prompts")] == ["scenes.csv", "held.txt"]
     assert part.held_out == (scenes,)
@@ -56,7 +56,11 @@ def test_one_file_is_one_source_without_a_name() -> None:
         ({"sources": [SCENES | {"curve": [[9, 1], [3, 0]]}]}, "ascending"),
         ({"sources": [SCENES | {"weight": -1}]}, "data.sources.0.weight"),
         ({"sources": [SCENES | {"name": "a b"}]}, "data.sources.0.name"),
-        ({"sources": [SCENES | {"prompt_column": "images"}]}, "has another meaning"),
+        ({"train": "t.txt", "prompt_column": "images"}, "has another meaning"),
+        (
+            {"sources": [SCENES | {"prompt_column": "text"}]},
+            "data.sources.0.prompt_column was removed: data.prompt_column",
+        ),
         ({"sources": [SCENES | {"pth": "x"}]}, "data.sources.0.pth: unknown setting; did you mean data.sources.0.path"),
         ({"sources": [SCENES, SIGNS | {"rewards": {"orc": 1}}]}, "data.sources.1.rewards.orc: the job has no such"),
         ({"sources": [SCENES, SIGNS | {"rewards": {"ocr": 0}}]}, "data.sources.1.rewards has no weight"),

@@ -33,13 +33,13 @@ def spec_of(named: str, **parts: Any) -> JobSpec:
         ("srpo", {"rollout": {"num_frames": 5}}, "trains on pictures; set it to 1"),
         ("refl", {"rollout": {"noise": {"eta": 0.5}}}, "continues from the steps of an ODE; set it to 0"),
         ("refl", {"rollout": {"window": {"strategy": "fraction"}}}, 'use "random"'),
-        ("srpo", {"algorithm": {"name": "srpo", "advantage_std": "group"}}, "compares no samples"),
-        ("srpo", {"algorithm": {"name": "srpo", "best_of": 4}}, "compares no samples"),
+        ("srpo", {"algorithm": {"name": "srpo", "advantage_std": "group"}}, "with algorithm.loss = srpo"),
+        ("srpo", {"algorithm": {"name": "srpo", "best_of": 4}}, "with algorithm.loss = srpo"),
         ("srpo", {"algorithm": {"name": "srpo", "negative_words": ["Oily"]}}, "give positive words too"),
         ("srpo", {"algorithm": {"name": "srpo", "relative_weight": 1.0}}, "without algorithm.negative_words"),
         ("refl", {"algorithm": {"name": "refl", "align_step": 0.1}}, "has no effect with algorithm.loss = refl"),
         ("flow_grpo", {"algorithm": {"name": "flow_grpo", "reward_ceiling": 1.0}}, "leave it out, or use refl"),
-        ("refl", {"algorithm": {"name": "refl", "correction": {"mode": "band"}}}, "has none"),
+        ("refl", {"algorithm": {"name": "refl", "correction": {"mode": "band"}}}, "with algorithm.loss = refl"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(algorithm: str, parts: dict[str, Any], words: str) -> None:

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "advantages next to a teacher": (
         {"algorithm": {"name": "diffusion_opd", "teachers": TEACHER, "best_of": 4}},
         "algorithm.best_of has no effect",
-        "rewards only watch",
+        "with algorithm.loss = diffusion_opd",
     ),
     "a teacher of a source that is none": (
         {"algorithm": {"name": "diffusion_opd", "teachers": {"one": {"adapter": "a", "sources": ["signs"]}}}},
@@ -223,11 +223,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         {"rollout": CPS, "algorithm": {"correction": {"mode": "truncated"}}},
         "algorithm.correction.mode",
         'set it to "none"',
-    ),
-    "joint weights with a mean ratio": (
-        {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "band", "joint": True}}},
-        'algorithm.correction.mode = "band" with joint',
-        "set joint to false",
     ),
     "a bound without bound": ({"algorithm": {"clip_nats": float("inf")}}, "algorithm.clip_nats", "finite"),
     "window beyond the schedule": (
@@ -392,11 +387,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.clip_range has no effect",
         "use awm, dgpo, flow_grpo, grpo_guard",
     ),
-    "trust region of a clipped ratio": (
-        {"algorithm": {"kl_threshold_nats": 0.5}},
-        "algorithm.kl_threshold_nats has no effect",
-        "use flow_dppo",
-    ),
     "beta of a policy loss": (
         {"algorithm": {"beta": 0.5}},
         "algorithm.beta has no effect",
@@ -409,17 +399,12 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     ),
     "beta of another loss": (
         {"algorithm": {"name": "diffusion_nft", "beta": 500.0}},
-        "algorithm.beta = 500.0",
-        "at most 1",
+        "algorithm.beta",
+        "less than or equal to 1",
     ),
     "two clip ranges": (
         {"algorithm": {"clip_range": 1e-4, "clip_nats": 0.5}},
         "algorithm.clip_range has no effect",
-        "remove one of them",
-    ),
-    "two trust regions": (
-        {"algorithm": {"name": "flow_dppo", "kl_threshold": 1e-4, "kl_threshold_nats": 0.5}},
-        "algorithm.kl_threshold has no effect",
         "remove one of them",
     ),
     "noise levels the wrong way round": (
@@ -490,13 +475,13 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "two ties to the reference": (
         {"algorithm": {"name": "online_dpo", "kl_coef": 0.1}},
         "algorithm.kl_coef has no effect",
-        "by beta",
+        "with algorithm.loss = dpo",
     ),
     # Corrections
     "correction without ratios": (
         {"algorithm": {"name": "diffusion_nft", "correction": {"mode": "band"}}},
-        "algorithm.correction.mode",
-        'set it to "none"',
+        "algorithm.correction has no effect",
+        "leave it out, or use flow_dppo",
     ),
     "old log-probs of none": (
         {"algorithm": {"name": "online_dpo", "old_log_probs": "recompute"}},
@@ -569,11 +554,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'algorithm.old_log_probs = "rollout" with model.base = "fp8"',
         'set algorithm.old_log_probs to "first_forward" or "recompute"',
     ),
-    "a quantized base with the adapter merged": (
-        {"model": {"path": "m", "base": "fp8"}, "trainer": {"lora": {"merge": True}}},
-        'model.base = "fp8" exports the adapter alone',
-        "leave trainer.lora.merge out",
-    ),
     "a quantized base in quantized rollouts": (
         {"model": {"path": "m", "base": "fp8"}, "rollout": {"quantization": "fp8"}},
         "rollout.quantization has no effect",
@@ -593,11 +573,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         {"rollout": {"adapter": "merged"}, "trainer": {"deterministic": True}},
         "trainer.deterministic",
         'set rollout.adapter = "separate"',
-    ),
-    "gradients by a base that is not quantized": (
-        {"trainer": {"base_gradients": "bf16"}},
-        "trainer.base_gradients has no effect",
-        'set that to "fp8"',
     ),
     "quantized training of an adapter": (
         {"trainer": {"quantization": "fp8"}},
@@ -749,12 +724,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "full fine-tuning from an adapter": (
         {"model": {"path": "m", "adapter": "a"}, "trainer": {"mode": "full"}},
         'model.adapter: trainer.mode = "full" has no adapter',
-        "merged in (trainer.lora.merge) and give that as model.path",
-    ),
-    "full weights merged": (
-        {"trainer": {"mode": "full", "lora": {"merge": True}}},
-        "trainer.lora.merge has no effect",
-        "leave it out",
+        "merged in, with diffusers, and give that as model.path",
     ),
     "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
     "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
@@ -837,7 +807,6 @@ def test_what_cannot_work_names_its_setting_and_the_change(name: str) -> None:
 
 ALLOWED: dict[str, dict[str, Parts]] = {
     "limits in nats alone": {"algorithm": {"clip_nats": 0.66}},
-    "a trust region in nats": {"algorithm": {"name": "flow_dppo", "kl_threshold_nats": 0.66}},
     "guard on DanceGRPO's steps": {"algorithm": {"name": "grpo_guard"}, "rollout": {"noise": {"type": "dance_sde"}}},
     "Flow-DPPO on cps": {"algorithm": {"name": "flow_dppo"}, "rollout": CPS},
     "a window of an ODE": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"window": {"size": 1}}},
@@ -853,7 +822,6 @@ ALLOWED: dict[str, dict[str, Parts]] = {
         "data": {"train": "t.txt", "validation": "v.txt"},
     },
     "every window of MixGRPO": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"strategy": "random"}}},
-    "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
     "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},
     "DiffusionNFT without an average": {"algorithm": {"name": "diffusion_nft"}, "trainer": {"ema": {"decay": None}}},
     "all steps but some": {"rollout": {"window": {"strategy": "listed", "steps": [0, 3, 9]}}},
@@ -864,7 +832,6 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     },
     "two steps": {"rollout": {"num_inference_steps": 2, "window": {"size": 1}}},
     "bypass": {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "truncated", "high": 3.0}}},
-    "a band of joint ratios": {"algorithm": {"correction": {"mode": "band", "low": 0.9, "high": 1.1, "joint": True}}},
     "a reward that is only watched": {"rewards": {"ocr": {}, "quality": {"weight": 0.0}}},
     "one service twice, clipped, on a curve, with a guard": {
         "rewards": {
@@ -917,7 +884,7 @@ def test_names_are_registered_once_and_losses_first() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_default_of_an_algorithm_is_a_setting(name: str) -> None:
-    spec = spec_of()
+    spec = spec_of(algorithm={"name": name, **least_settings(ALGORITHMS[name])})
     for path in ALGORITHMS[name].defaults:
         part: Any = spec
         for key in path.split("."):
@@ -983,8 +950,6 @@ def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ({"optimizer": {"final_lr": 1e-5}}, "trainer.optimizer.final_lr has no effect"),
-        ({"optimizer": {"lr_schedule": "linear", "final_lr": 1e-2}}, "above trainer.optimizer.lr"),
         ({"optimizer": {"warmup_updates": 200}}, "not below the 200 updates"),
     ],
 )
@@ -996,9 +961,7 @@ def test_a_schedule_that_cannot_be_is_refused(parts: Parts, problem: str) -> Non
     ("correction", "old", "problem"),
     [
         ({"level": "sequence"}, "recompute", "level has no effect"),
-        ({"mode": "rejection", "reject_high": 2.0}, "recompute", "reject_high has no effect"),
         ({"mode": "truncated", "level": "sequence"}, "rollout", 'correction.level = "sequence" needs the log-probs'),
-        ({"mode": "band", "normalize": "batch"}, "rollout", 'correction.normalize = "batch" needs the log-probs'),
     ],
 )
 def test_a_correction_that_cannot_be_is_refused(correction: Parts, old: str, problem: str) -> None:

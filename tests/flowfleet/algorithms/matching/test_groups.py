@@ -9,10 +9,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowfleet.algorithms.builtin.matching import CrdSettings, DgpoSettings
 from flowfleet.algorithms.matching.groups import crd, dgpo, group_mean
 from flowfleet.algorithms.matching.likelihood import ERRORS
 from flowfleet.algorithms.matching.losses import MatchingRows
-from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.matching.test_likelihood import error_and_slope
 from tests.flowfleet.algorithms.matching.test_losses import SHAPES, Inputs, draw, seen_by
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
@@ -38,7 +38,7 @@ def test_means_are_those_of_the_rows_groups(seed: int, groups: list[int]) -> Non
     close(group_mean(batch.advantages, batch), means(seen_by(batch).advantages, groups), 1e-12)
 
 
-def dgpo_oracle(inputs: Inputs, groups: list[int], part: AlgorithmPart) -> tuple[Array, Array, Array]:
+def dgpo_oracle(inputs: Inputs, groups: list[int], part: DgpoSettings) -> tuple[Array, Array, Array]:
     """Loss (B,), its gradient in the velocity, and S of each row's group."""
     error, slope = error_and_slope("velocity", inputs, inputs.velocity)
     reference, _ = error_and_slope("velocity", inputs, inputs.reference)
@@ -76,7 +76,7 @@ def test_dgpo_matches_the_formula(
     distance: float,
 ) -> None:
     batch = grouped(seed, groups, inner, dtype, distance)
-    part = AlgorithmPart(beta=beta, clip_range=clip, kl_coef=kl)
+    part = DgpoSettings(beta=beta, clip_range=clip, kl_coef=kl)
     inputs = seen_by(batch)
     error, old = (error_and_slope("velocity", inputs, velocity)[0] for velocity in (inputs.velocity, inputs.old))
     assume(np.abs((old - error)[:, None] - np.log([1 + clip, 1 - clip])).min() > 1e-4)
@@ -93,7 +93,7 @@ def test_dgpo_matches_the_formula(
 def test_dgpo_s_gradient_is_that_of_the_group_preference() -> None:
     """-log sigmoid(-S) / beta of a whole group, by central differences, where nothing is clipped."""
     batch = grouped(5, [4] * 4, [3], torch.float64, distance=1e-3)
-    part = AlgorithmPart(beta=30.0, clip_range=0.9)
+    part = DgpoSettings(beta=30.0, clip_range=0.9)
     backward(dgpo(batch, part).loss.mean())
     inputs = seen_by(batch)
 
@@ -137,7 +137,7 @@ def test_crd_matches_the_formula(
     clamp: float | None,
 ) -> None:
     batch = grouped(seed, groups, inner, dtype)
-    part = AlgorithmPart(likelihood=kind, beta=beta, kl_coef=kl, advantage_clamp=clamp)
+    part = CrdSettings(likelihood=kind, beta=beta, kl_coef=kl, advantage_clamp=clamp)
     inputs, limit = seen_by(batch), clamp or 5.0
     error, slope = error_and_slope(kind, inputs, inputs.velocity)
     own = error_and_slope(kind, inputs, inputs.old)[0] - error
@@ -159,17 +159,19 @@ def test_crd_does_not_see_a_constant_of_the_prompt() -> None:
     batch = grouped(7, groups, [4], torch.float64)
     batch.advantages.copy_(torch.tensor([1.0, -1.0, 0.5, 0.3, -0.2]))
     shifted = replace(batch, advantages=batch.advantages + torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0]))
-    part = AlgorithmPart(likelihood="normalized_velocity", beta=1.0)
+    part = CrdSettings(kl_coef=0.0)
     torch.testing.assert_close(crd(shifted, part).loss, crd(batch, part).loss)
 
 
-@pytest.mark.parametrize("loss", [dgpo, crd])
-def test_only_the_current_velocity_has_a_gradient(loss: Any) -> None:
+@pytest.mark.parametrize(
+    ("loss", "part"), [(dgpo, DgpoSettings(kl_coef=0.1, clip_range=0.9)), (crd, CrdSettings(kl_coef=0.1))]
+)
+def test_only_the_current_velocity_has_a_gradient(loss: Any, part: Any) -> None:
     batch = grouped(4, [0, 0, 1], [3], torch.float64)
     constants = [batch.advantages, batch.old_velocity, batch.reference_velocity]
     for tensor in constants:
         assert tensor is not None
         tensor.requires_grad_()
-    backward(loss(batch, AlgorithmPart(kl_coef=0.1, clip_range=0.9)).loss)
+    backward(loss(batch, part).loss)
     assert gradient(batch.velocity).abs().max() > 0
     assert all(tensor is not None and tensor.grad is None for tensor in constants)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowfleet.algorithms.builtin.matching import AwmSettings, ElboPgSettings
 from flowfleet.algorithms.losses import Limits
 from flowfleet.algorithms.matching.likelihood import ERRORS, awm, elbo_pg
 from flowfleet.algorithms.matching.losses import MatchingRows
-from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.matching.test_losses import SHAPES, Inputs, draw, seen_by
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
 
@@ -37,7 +37,7 @@ def error_and_slope(kind: str, inputs: Inputs, velocity: Array) -> tuple[Array, 
     return square, slope
 
 
-def awm_oracle(inputs: Inputs, part: AlgorithmPart) -> tuple[Array, Array, Array]:
+def awm_oracle(inputs: Inputs, part: AwmSettings) -> tuple[Array, Array, Array]:
     """Loss (B,), its gradient in the velocity, and the ratio."""
     error, slope = error_and_slope(part.likelihood, inputs, inputs.velocity)
     old, _ = error_and_slope(part.likelihood, inputs, inputs.old)
@@ -80,7 +80,7 @@ def test_awm_matches_the_formula(
     old_kl: float,
     kl: float,
 ) -> None:
-    part = AlgorithmPart(
+    part = AwmSettings(
         likelihood=kind, clip_range=clip, clip_range_low=low, advantage_clamp=clamp, old_kl_coef=old_kl, kl_coef=kl
     )
     batch = draw(seed, rows, inner, dtype)
@@ -118,7 +118,7 @@ def test_elbo_pg_matches_the_formula(
     kl: float,
     proximal: bool,
 ) -> None:
-    part = AlgorithmPart(likelihood=kind, beta=beta, kl_coef=kl, proximal=proximal)
+    part = ElboPgSettings(likelihood=kind, beta=beta, kl_coef=kl, proximal=proximal)
     batch = draw(seed, rows, inner, dtype)
     inputs = seen_by(batch)
     error, slope = error_and_slope(kind, inputs, inputs.velocity)
@@ -139,8 +139,8 @@ def test_elbo_pg_matches_the_formula(
 def test_on_policy_both_gradients_are_the_advantages_times_the_matching_gradient(kind: Any) -> None:
     """At f = o the ratio is 1 and nothing is clipped: A / a, or A / beta, times the gradient of the error."""
     for loss, scale, part in (
-        (awm, 5.0, AlgorithmPart(likelihood=kind, clip_range=0.01, old_kl_coef=1.0)),
-        (elbo_pg, 8.0, AlgorithmPart(likelihood=kind, beta=8.0)),
+        (awm, 5.0, AwmSettings(likelihood=kind, clip_range=0.01, old_kl_coef=1.0)),
+        (elbo_pg, 8.0, ElboPgSettings(likelihood=kind, beta=8.0)),
     ):
         batch = draw(1, 3, [7], torch.float64, distance=0.0)
         batch.advantages.copy_(torch.tensor([5.0, 0.0, -2.5]))
@@ -152,7 +152,7 @@ def test_on_policy_both_gradients_are_the_advantages_times_the_matching_gradient
 
 def test_pepg_rests_where_the_log_ratio_is_the_advantage() -> None:
     batch = draw(2, 4, [6], torch.float64)
-    part = AlgorithmPart(likelihood="x0", beta=0.25)
+    part = ElboPgSettings(likelihood="x0", beta=0.25)
     inputs = seen_by(batch)
     log_ratio = error_and_slope("x0", inputs, inputs.old)[0] - error_and_slope("x0", inputs, inputs.velocity)[0]
     batch.advantages.copy_(torch.from_numpy(0.25 * log_ratio))
@@ -169,11 +169,11 @@ def test_a_clip_range_of_one_cuts_only_above() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(ERRORS))
-@pytest.mark.parametrize("loss", [awm, elbo_pg])
-def test_a_perfect_prediction_is_finite(loss: Any, kind: Any) -> None:
+@pytest.mark.parametrize(("loss", "model"), [(awm, AwmSettings), (elbo_pg, ElboPgSettings)])
+def test_a_perfect_prediction_is_finite(loss: Any, model: Any, kind: Any) -> None:
     batch = draw(2, 2, [4], torch.float32)
     right = batch.noise - batch.clean
     fields = {name: getattr(batch, name) for name in MatchingRows.__slots__}
     exact = MatchingRows(**fields | {"velocity": right.clone().requires_grad_(), "old_velocity": right})
-    backward(loss(exact, AlgorithmPart(likelihood=kind)).loss)
+    backward(loss(exact, model(likelihood=kind)).loss)
     assert gradient(exact.velocity).abs().max() == 0

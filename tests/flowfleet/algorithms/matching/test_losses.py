@@ -10,8 +10,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowfleet.algorithms.builtin.matching import DiffusionNftSettings, DpoSettings
 from flowfleet.algorithms.matching.losses import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
-from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
+from flowfleet.algorithms.settings import OldPolicyPart
 from tests.flowfleet.algorithms.numerics import (
     PRECISIONS,
     Array,
@@ -76,7 +77,7 @@ def nft_error(inputs: Inputs, beta: float) -> Array:
     return x_sigma - sigma * ((1 - beta) * inputs.old + beta * inputs.velocity) - inputs.clean
 
 
-def nft_oracle(inputs: Inputs, part: AlgorithmPart) -> tuple[Array, Array, dict[str, float]]:
+def nft_oracle(inputs: Inputs, part: DiffusionNftSettings) -> tuple[Array, Array, dict[str, float]]:
     """Loss (B,), its gradient in the velocity, and the sums of the metrics, by x0 predictions."""
     sigma, clamp, beta = per_row(inputs.sigma, inputs.clean), part.advantage_clamp or 5.0, part.beta
     advantages = {
@@ -127,7 +128,7 @@ def test_diffusion_nft_matches_the_formula(
     clamp: float | None,
     mode: Any,
 ) -> None:
-    part = AlgorithmPart(beta=beta, kl_coef=kl_coef, advantage_clamp=clamp, advantage_mode=mode)
+    part = DiffusionNftSettings(beta=beta, kl_coef=kl_coef, advantage_clamp=clamp, advantage_mode=mode)
     batch = draw(seed, rows, inner, dtype)
     # Of few elements a sample may be predicted almost exactly, which leaves float32 with the rounding of its terms.
     errors = [row_mean(np.abs(nft_error(seen_by(batch), sign * beta))).min() for sign in (1, -1)]
@@ -147,7 +148,7 @@ def test_on_policy_nft_pulls_towards_good_samples_and_pushes_from_bad_ones() -> 
     """Both losses are equal if f = old, and the gradient is A / clamp times that of the plain matching loss."""
     batch = draw(1, 3, [7], torch.float64, distance=0.0)
     batch.advantages.copy_(torch.tensor([5.0, 0.0, -2.5]))
-    output = diffusion_nft(batch, AlgorithmPart(beta=0.2))
+    output = diffusion_nft(batch, DiffusionNftSettings(beta=0.2))
     backward(output.loss)
     inputs = seen_by(batch)
     sigma = inputs.sigma[:, None]
@@ -167,7 +168,7 @@ def test_nft_of_a_perfect_prediction_is_finite() -> None:
         batch.advantages,
         batch.noise - batch.clean,
     )
-    output = diffusion_nft(exact, AlgorithmPart())
+    output = diffusion_nft(exact, DiffusionNftSettings())
     backward(output.loss)
     assert output.loss.tolist() == [0.0, 0.0]
     assert gradient(exact.velocity).abs().max() == 0
@@ -197,7 +198,7 @@ def test_dpo_matches_the_formula(
     dtype: torch.dtype, tolerance: float, seed: int, pairs: int, inner: list[int], beta: float, distance: float
 ) -> None:
     batch = draw(seed, 2 * pairs, inner, dtype, distance)
-    output = dpo(batch, AlgorithmPart(beta=beta))
+    output = dpo(batch, DpoSettings(beta=beta))
     backward(output.loss)
     loss, slope, margin = dpo_oracle(seen_by(batch), beta)
     # In float32 z is rounded relative to beta times a row's excess, which may be larger than their difference.
@@ -212,7 +213,7 @@ def test_dpo_matches_the_formula(
 
 def test_dpo_starts_at_log_two_with_even_odds() -> None:
     batch = draw(3, 4, [5], torch.float32, distance=0.0)
-    output = dpo(batch, AlgorithmPart(beta=2000.0))
+    output = dpo(batch, DpoSettings(beta=2000.0))
     assert output.loss.tolist() == pytest.approx([math.log(2)] * 4)
     assert output.sums["actor/dpo_accuracy"].item() / 4 == 0.5
     backward(output.loss)
@@ -234,14 +235,16 @@ def test_noisy_is_the_forward_process(seed: int, rows: int, inner: list[int]) ->
     np.testing.assert_allclose(x_sigma + (1 - sigma) * inputs.target, inputs.noise, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [diffusion_nft, dpo])
-def test_only_the_current_velocity_has_a_gradient(loss: object) -> None:
+@pytest.mark.parametrize(
+    ("loss", "part"), [(diffusion_nft, DiffusionNftSettings(kl_coef=0.1)), (dpo, DpoSettings(beta=0.1))]
+)
+def test_only_the_current_velocity_has_a_gradient(loss: object, part: object) -> None:
     batch = draw(4, 2, [3], torch.float64)
     others = [batch.clean, batch.noise, batch.sigma, batch.advantages, batch.old_velocity, batch.reference_velocity]
     constants = [tensor for tensor in others[3:] if tensor is not None]
     for tensor in constants:
         tensor.requires_grad_()
-    backward(loss(batch, AlgorithmPart(kl_coef=0.1)).loss)  # type: ignore[operator]
+    backward(loss(batch, part).loss)  # type: ignore[operator]
     assert gradient(batch.velocity).abs().max() > 0
     assert all(tensor.grad is None for tensor in constants)
 
@@ -251,7 +254,7 @@ def test_a_bfloat16_velocity_is_taken_into_the_latents_dtype(loss: object) -> No
     batch = draw(5, 2, [8], torch.float32)
     fields = {name: getattr(batch, name) for name in MatchingRows.__slots__}
     halves = {name: fields[name].detach().bfloat16() for name in ("velocity", "old_velocity", "reference_velocity")}
-    part = AlgorithmPart(beta=0.1)
+    part = DiffusionNftSettings(beta=0.1)
     rounded = {name: value.float() for name, value in halves.items()}
     half, full = (loss(MatchingRows(**fields | changed), part).loss for changed in (halves, rounded))  # type: ignore[operator]
     assert half.dtype == torch.float32
@@ -272,7 +275,9 @@ def test_what_the_modes_read_of_an_advantage(mode: Any, shares: list[float]) -> 
     """The share of L+ for the advantages -9, -1.5, 0, 1.5 and 9 with a clamp of 5, read off two losses of the row."""
     rows = draw(0, 1, [3], torch.float64)
     seen = [
-        diffusion_nft(replace(rows, advantages=torch.tensor([value]).double()), AlgorithmPart(advantage_mode=mode))
+        diffusion_nft(
+            replace(rows, advantages=torch.tensor([value]).double()), DiffusionNftSettings(advantage_mode=mode)
+        )
         for value in (-9.0, -1.5, 0.0, 1.5, 9.0)
     ]
     sums = seen[0].sums
@@ -284,9 +289,9 @@ def test_what_the_modes_read_of_an_advantage(mode: Any, shares: list[float]) -> 
 def test_a_row_without_a_tie_does_not_feel_the_reference() -> None:
     """Loss and gradient are then those without `kl_coef`; the charted distance is of all rows."""
     tied, free = draw(6, 3, [4], torch.float64), draw(6, 3, [4], torch.float64)
-    whole, part = draw(6, 3, [4], torch.float64), AlgorithmPart(kl_coef=0.5)
+    whole, part = draw(6, 3, [4], torch.float64), DiffusionNftSettings(kl_coef=0.5)
     output = diffusion_nft(replace(tied, ties=torch.tensor([1.0, 0.0, 1.0]).double()), part)
-    with_all, without = diffusion_nft(whole, part), diffusion_nft(free, AlgorithmPart())
+    with_all, without = diffusion_nft(whole, part), diffusion_nft(free, DiffusionNftSettings())
     for found in (output, with_all, without):
         backward(found.loss)
     gradients = torch.stack([gradient(batch.velocity) for batch in (whole, free, whole)], 1)

@@ -42,13 +42,5 @@ def test_schedules_are_those_of_diffusers(ours: str, theirs: str, warmup: int) -
     assert all_of(spec_of(lr_schedule=ours, warmup_updates=warmup)) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_schedule_ends_at_its_final_rate(schedule: str) -> None:
-    """It is the schedule that ends at 0, squeezed between both rates."""
-    rates = all_of(spec_of(lr_schedule=schedule, final_lr=0.004))
-    to_zero = all_of(spec_of(lr_schedule=schedule))
-    assert rates == pytest.approx([0.004 + 0.6 * rate for rate in to_zero])
-
-
 def test_without_a_schedule_the_rate_is_the_jobs_own() -> None:
     assert set(all_of(spec_of())) == {LR}

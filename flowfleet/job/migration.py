@@ -1,0 +1,164 @@
+"""Reads jobs that earlier releases stored: a table of settings of format 0 to one of today.
+
+Format 0 named every setting of every loss, and settings that are gone. It is known by its keys, so that a record, an
+archive and a client of that release are all read. `as_first_format` goes back, for digests that are older than a
+controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
+from flowfleet.job.removed import replacement
+
+_CORRECTION = {"mode": "none", "low": 0.5, "high": 2.0, "level": "step"}
+_OLD_POLICY = {"samples": True, "rate": 0.001, "max": 0.5, "delay": 0}
+ALGORITHM: dict[str, Any] = {
+    "clip_range": 1e-05,
+    "clip_nats": None,
+    "clip_range_low": None,
+    "clip_nats_low": None,
+    "step_weights": "uniform",
+    "kl_threshold": 1e-05,
+    "kl_threshold_nats": None,
+    "beta": 0.1,
+    "likelihood": "velocity",
+    "proximal": True,
+    "old_kl_coef": 0.0,
+    "num_noise_levels": 4,
+    "sigma_sampling": "shifted",
+    "sigma_low": 0.02,
+    "sigma_high": 0.98,
+    "old_policy": _OLD_POLICY,
+    "advantage_mode": "all",
+    "align_step": 0.4,
+    "discount_shift": 3.0,
+    "positive_words": [],
+    "negative_words": [],
+    "relative_weight": 0.0,
+    "reward_ceiling": None,
+    "pairs_per_group": 1,
+    "reward_combination": "sum",
+    "advantage_std": "global",
+    "advantage_clamp": 5.0,
+    "aggregation": "sequence",
+    "overlong_share": 0.0,
+    "diversity": None,
+    "teachers": {},
+    "best_of": None,
+    "kl_coef": 0.0,
+    "kl_gate": {"rewards": [], "share": 0.1},
+    "kl_reference": {"every": None, "threshold": None},
+    "kl_reward": 0.0,
+    "old_log_probs": "first_forward",
+    "correction": _CORRECTION,
+}
+"""Settings of `algorithm` in format 0, with the schema's defaults."""
+REMOVED: dict[str, Any] = {
+    "algorithm.clip_nats_low": None,
+    "algorithm.kl_threshold_nats": None,
+    "algorithm.old_policy.every": 1,
+    "algorithm.correction.joint": False,
+    "algorithm.correction.normalize": "none",
+    "algorithm.correction.reject_low": None,
+    "algorithm.correction.reject_high": None,
+    "rollout.on_drop": "refill",
+    "trainer.base_gradients": "fp8",
+    "trainer.lora.merge": False,
+    "trainer.optimizer.final_lr": 0.0,
+}
+"""Dotted settings of format 0 that are gone, with their defaults."""
+_OF_SOURCES = ("prompt_column", "ignore_columns")
+ADVICE = (
+    "finish the job with the release that started it, or continue it as a new job with `flowfleet submit --from ID`"
+)
+
+
+def is_first_format(spec: Any) -> bool:
+    """Whether a release that named every setting of every loss wrote this job."""
+    part = spec.get("algorithm") if isinstance(spec, dict) else None
+    return isinstance(part, dict) and ALGORITHM.keys() <= part.keys()
+
+
+def migrated(spec: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A stored job of format 0 as a job of today, and why it must not continue so: settings that are gone and that it
+    had changed, a sentence each."""
+    moved = _copied(spec)
+    reasons = list(_without_removed(moved))
+    part = moved["algorithm"]
+    loss = LOSSES.get(str(part.get("loss")))
+    if loss is not None:
+        moved["algorithm"] = {name: value for name, value in part.items() if not _is_unread(loss, part, name, value)}
+    return moved, reasons
+
+
+def as_first_format(spec: dict[str, Any]) -> dict[str, Any]:
+    """A job of today as format 0 had it, complete with defaults."""
+    old, part = _copied(spec), spec["algorithm"]
+    given = {name: value for name, value in _given(part).items() if name not in part}
+    old["algorithm"] = _copied(ALGORITHM) | given | _copied(part)
+    for name, default in REMOVED.items():
+        *tables, key = name.split(".")
+        _table(old, tables)[key] = default
+    for source in old["data"]["sources"]:
+        source |= dict.fromkeys(_OF_SOURCES)
+    return old
+
+
+def _is_unread(loss: Loss, part: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether format 0 held a setting only because it held all: at its default, and not read by the loss."""
+    if loss.model.reads(name) or name not in ALGORITHM:
+        return False
+    return bool(value == ALGORITHM[name] or value == _given(part).get(name))
+
+
+def _given(part: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `algorithm` that the named algorithm gives its jobs."""
+    algorithm = ALGORITHMS.get(str(part.get("name")))
+    defaults = algorithm.defaults if algorithm else {}
+    return {name.removeprefix("algorithm."): value for name, value in defaults.items() if name.startswith("algorithm.")}
+
+
+def _without_removed(spec: dict[str, Any]) -> Iterator[str]:
+    """Takes settings out that are gone. What had another value than the default is a reason, or moves to what replaced
+    it."""
+    if spec["rollout"].get("on_drop") == "count":
+        spec["rollout"] |= {"on_drop": "refill", "max_refills": 0}
+    for name, default in REMOVED.items():
+        *tables, key = name.split(".")
+        value = _table(spec, tables).pop(key, default)
+        if value != default:
+            yield _reason(name, value)
+    yield from _without_columns(spec["data"])
+
+
+def _without_columns(data: dict[str, Any]) -> Iterator[str]:
+    sources = data.get("sources", [])
+    for key in _OF_SOURCES:
+        values = [source.pop(key, None) for source in sources]
+        own = [data[key] if value is None else value for value in values]
+        if own and all(value == own[0] for value in own):
+            data[key] = own[0]
+        for number, (value, used) in enumerate(zip(values, own, strict=True)):
+            if used != data[key]:
+                yield _reason(f"data.sources.{number}.{key}", value)
+
+
+def _reason(name: str, value: Any) -> str:
+    return f"{name} = {value!r} is not in this release ({replacement(name)}): {ADVICE}"
+
+
+def _table(spec: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    table = spec
+    for name in names:
+        table = table[name]
+    return table
+
+
+def _copied(value: Any) -> Any:
+    """A copy whose tables and lists are its own."""
+    if isinstance(value, dict):
+        return {name: _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value

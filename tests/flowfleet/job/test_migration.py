@@ -1,0 +1,74 @@
+"""Jobs that release 560f105e stored are read as what they were, and their digests stay.
+
+`stored_jobs.json` was written by that release: the table that a job was submitted with, what was stored of it (as a
+JSON merge patch of `whole`, which keeps nulls), and the digest of its Idempotency-Key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.job.migration import ADVICE, as_first_format, is_first_format, migrated
+from flowfleet.job.spec import JobSpec, parse_job
+
+FIXTURE: dict[str, Any] = json.loads((Path(__file__).parent / "stored_jobs.json").read_text())
+JOBS, GONE = FIXTURE["jobs"], FIXTURE["gone"]
+
+
+def stored(entry: dict[str, Any]) -> dict[str, Any]:
+    return over(FIXTURE["whole"], entry["stored"])
+
+
+def over(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    tables = {
+        name: over(base[name], value) for name, value in patch.items() if isinstance(value, dict) and name in base
+    }
+    return base | patch | tables
+
+
+def test_the_fixture_has_a_job_of_every_algorithm() -> None:
+    assert ALGORITHMS.keys() <= JOBS.keys() | {"cispo"}
+
+
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_a_stored_job_is_the_one_that_was_submitted(name: str) -> None:
+    spec = JobSpec.model_validate(stored(JOBS[name]))
+    assert not is_first_format(spec.model_dump(mode="json"))
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    submitted = JOBS[name]["submitted"]
+    if name not in ("sources", "counted drops", "temp_flow_grpo with awm"):
+        assert parse_job(submitted) == spec
+
+
+@pytest.mark.parametrize("name", sorted(JOBS.keys() - {"sources", "counted drops", "temp_flow_grpo with awm"}))
+def test_a_file_that_is_submitted_again_keeps_its_digest(name: str) -> None:
+    old = as_first_format(parse_job(JOBS[name]["submitted"]).model_dump(mode="json"))
+    assert hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest() == JOBS[name]["digest"]
+    assert old == stored(JOBS[name])
+
+
+def test_what_replaced_a_setting_keeps_its_behavior() -> None:
+    assert JobSpec.model_validate(stored(JOBS["counted drops"])).rollout.max_refills == 0
+    data = JobSpec.model_validate(stored(JOBS["sources"])).data
+    assert [source.columns.prompt for source in data.each] == ["caption", "caption"]
+
+
+@pytest.mark.parametrize("name", sorted(GONE))
+def test_a_changed_setting_that_is_gone_is_a_reason_not_to_continue(name: str) -> None:
+    spec, reasons = migrated(stored(GONE[name]))
+    assert [reason.startswith(f"{name} = ") and reason.endswith(ADVICE) for reason in reasons] == [True]
+    assert JobSpec.model_validate(spec).name == "job"
+    with pytest.raises(ValueError, match=name):
+        JobSpec.model_validate(stored(GONE[name]))
+
+
+def test_a_setting_of_another_loss_is_refused_however_it_is_written() -> None:
+    whole = stored(JOBS["flow_grpo"])
+    with pytest.raises(ValueError, match=r"algorithm\.beta has no effect with algorithm\.loss = flow_grpo"):
+        parse_job(whole | {"algorithm": whole["algorithm"] | {"beta": 3.0}})
