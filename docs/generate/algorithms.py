@@ -44,14 +44,14 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
     window = "`all`" if strategy == "all" else f"`{strategy}`, {_given(algorithm, 'rollout.window.size')} steps"
     if algorithm.data == "preferences":
         step, window = "nothing is sampled", "–"
-    elif LOSSES[algorithm.loss].kind == "sequence":
+    elif LOSSES[algorithm.loss].traits.writes_tokens:
         step, window = "writes tokens", "–"
     elif LOSSES[algorithm.loss].from_steps:
         step = "ODE"
         window = f"`{strategy}`, 1 step of the last quarter"
     elif is_ode:
         step, window = "ODE", "–"
-    others = LOSSES[algorithm.loss].settings | dict(algorithm.defaults)
+    others = LOSSES[algorithm.loss].elsewhere | dict(algorithm.defaults)
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
     return [f"`{algorithm.name}`", title, step, window, f"`{algorithm.loss}`", _listed(also)]

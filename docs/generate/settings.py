@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from docs.generate.markdown import rewrite, table
-from flowfleet.job.reference import settings
+from flowfleet.job.reference import Setting, settings
 from flowfleet.job.spec import JobSpec
 
 PAGE = Path("docs/settings.md")
@@ -21,9 +21,14 @@ def parts() -> dict[str, str]:
     """Name to content of each generated part of the page."""
     sections = []
     for part, found in itertools.groupby(settings(JobSpec), lambda one: one.name.rpartition(".")[0].partition(".")[0]):
-        rows = [(f"`{one.name}`", one.values, f"`{one.default}`", one.description) for one in found]
+        rows = [(f"`{one.name}`", one.values, f"`{one.default}`", _described(one)) for one in found]
         sections.append(f"## {part or 'The job'}\n\n" + table(["setting", "values", "default", "what"], rows))
     return {"settings": "\n\n".join(sections)}
+
+
+def _described(one: Setting) -> str:
+    """The description, and which losses read the setting where others do not."""
+    return f"{one.description} Read by: {', '.join(one.losses)}." if one.losses else one.description
 
 
 def schema() -> str:

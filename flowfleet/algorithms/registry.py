@@ -83,7 +83,9 @@ class Loss:
     from_steps: bool = False
     """Begins at the latents before a denoising step of each sample, not at its final ones; for kind gradient."""
     keeps_old_policy: bool = False
-    """Compares with an old policy, which follows the trained one by `algorithm.old_policy` and usually samples."""
+    """Compares with an old policy, which follows the trained one by `algorithm.old_policy`."""
+    old_policy_samples: bool = True
+    """That old policy samples, where there is one; if not, the trained policy does."""
 
     @property
     def model(self) -> type[LossSettings]:

@@ -127,8 +127,6 @@ class OldPolicyPart(Part):
     """The old policy of matching losses. After a training step that brings the job to n optimizer updates it keeps the
     share min(max, rate · (n − delay)) of itself and takes the rest from the trained one; 0 is on-policy."""
 
-    samples: bool = True
-    """It samples. false: the trained policy samples, and this one is only compared with."""
     rate: float = Field(default=0.001, ge=0.0, le=1.0)
     """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
     max: float = Field(default=0.5, ge=0.0, lt=1.0)
@@ -138,12 +136,10 @@ class OldPolicyPart(Part):
 
 
 class KlGatePart(Part):
-    """GARDO's gate: `kl_coef` counts for the samples alone whose total other rewards doubt most."""
+    """GARDO's gate: `kl_coef` counts for the tenth of the samples whose total other rewards doubt most."""
 
     rewards: tuple[str, ...] = ()
     """Rewards of weight 0 that doubt the total; none: `kl_coef` counts for all samples."""
-    share: float = Field(default=0.1, gt=0.0, le=1.0)
-    """Share of the doubted samples for which it counts."""
 
 
 class KlReferencePart(Part):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from flowfleet import plugins
 from flowfleet.cli.options import Json, out, tell
 from flowfleet.job.reference import Setting, find, near, settings
 from flowfleet.job.spec import JobSpec
@@ -15,7 +16,7 @@ from flowfleet.job.spec import JobSpec
 
 def show_settings(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A setting, a table of them, or a word such as lr.")
+        str | None, typer.Argument(metavar="[NAME]", help="A setting, a table of them, a loss, or a word such as lr.")
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a job file.")] = False,
     json_: Json = False,
@@ -24,6 +25,7 @@ def show_settings(
     if schema:
         tell(JobSpec.model_json_schema(), True, lambda: None)
         return
+    plugins.load()
     known = list(settings(JobSpec))
     shown = find(name, known) if name else known
     if not shown:

@@ -14,7 +14,7 @@ from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
 from flowfleet.job.removed import replacement
 
 _CORRECTION = {"mode": "none", "low": 0.5, "high": 2.0, "level": "step"}
-_OLD_POLICY = {"samples": True, "rate": 0.001, "max": 0.5, "delay": 0}
+_OLD_POLICY = {"rate": 0.001, "max": 0.5, "delay": 0}
 ALGORITHM: dict[str, Any] = {
     "clip_range": 1e-05,
     "clip_nats": None,
@@ -49,7 +49,7 @@ ALGORITHM: dict[str, Any] = {
     "teachers": {},
     "best_of": None,
     "kl_coef": 0.0,
-    "kl_gate": {"rewards": [], "share": 0.1},
+    "kl_gate": {"rewards": []},
     "kl_reference": {"every": None, "threshold": None},
     "kl_reward": 0.0,
     "old_log_probs": "first_forward",
@@ -59,17 +59,23 @@ ALGORITHM: dict[str, Any] = {
 REMOVED: dict[str, Any] = {
     "algorithm.clip_nats_low": None,
     "algorithm.kl_threshold_nats": None,
+    "algorithm.kl_gate.share": 0.1,
+    "algorithm.old_kl_coef": 0.0,
     "algorithm.old_policy.every": 1,
+    "algorithm.old_policy.samples": True,
     "algorithm.correction.joint": False,
     "algorithm.correction.normalize": "none",
     "algorithm.correction.reject_low": None,
     "algorithm.correction.reject_high": None,
     "rollout.on_drop": "refill",
+    "rollout.sequence.top_p": 1.0,
     "trainer.base_gradients": "fp8",
     "trainer.lora.merge": False,
     "trainer.optimizer.final_lr": 0.0,
 }
 """Dotted settings of format 0 that are gone, with their defaults."""
+BY_LOSS = {"awm": {"algorithm.old_kl_coef": 1.0}, "crd": {"algorithm.old_policy.samples": False}}
+"""The same where a loss had another default."""
 _OF_SOURCES = ("prompt_column", "ignore_columns")
 ADVICE = (
     "finish the job with the release that started it, or continue it as a new job with `flowfleet submit --from ID`"
@@ -99,7 +105,7 @@ def as_first_format(spec: dict[str, Any]) -> dict[str, Any]:
     old, part = _copied(spec), spec["algorithm"]
     given = {name: value for name, value in _given(part).items() if name not in part}
     old["algorithm"] = _copied(ALGORITHM) | given | _copied(part)
-    for name, default in REMOVED.items():
+    for name, default in _removed(part["loss"]).items():
         *tables, key = name.split(".")
         _table(old, tables)[key] = default
     for source in old["data"]["sources"]:
@@ -126,12 +132,19 @@ def _without_removed(spec: dict[str, Any]) -> Iterator[str]:
     it."""
     if spec["rollout"].get("on_drop") == "count":
         spec["rollout"] |= {"on_drop": "refill", "max_refills": 0}
-    for name, default in REMOVED.items():
+    for name, default in _removed(spec["algorithm"].get("loss")).items():
         *tables, key = name.split(".")
         value = _table(spec, tables).pop(key, default)
         if value != default:
             yield _reason(name, value)
     yield from _without_columns(spec["data"])
+
+
+def _removed(loss: Any) -> dict[str, Any]:
+    """`REMOVED` for a job with this loss, by its name."""
+    known = LOSSES.get(str(loss))
+    given = {name: value for name, value in known.defaults.items() if name in REMOVED} if known else {}
+    return REMOVED | BY_LOSS.get(str(loss), {}) | given
 
 
 def _without_columns(data: dict[str, Any]) -> Iterator[str]:

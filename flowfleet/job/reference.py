@@ -94,7 +94,7 @@ def settings(schema: type[BaseModel], prefix: str = "", loss: Loss | None = None
             description = " ".join((field.description or "").split())
             yield Setting(f"{prefix}{name}", _values(field), _default(field), description)
         elif inner is LossSettings:
-            yield from of_loss(loss) if loss else _of_losses()
+            yield from of_loss(loss) if loss else of_losses()
         else:
             yield from settings(inner, f"{prefix}{name}.{key}")
 
@@ -107,7 +107,7 @@ def of_loss(loss: Loss, defaults: Mapping[str, Any] | None = None) -> Iterator[S
         yield replace(one, default=json.dumps(loss.name) if one.name == "algorithm.loss" else default)
 
 
-def _of_losses() -> Iterator[Setting]:
+def of_losses() -> Iterator[Setting]:
     """The settings of `[algorithm]` of all losses."""
     found: dict[str, dict[str, Setting]] = {}
     for loss in sorted(LOSSES.values(), key=lambda one: one.name != "flow_grpo"):

@@ -18,8 +18,6 @@ class SequencePart(Part):
     """Tokens of a prompt; a longer one fails its request. Unset: no limit."""
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     """What logits are divided by in training."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the likeliest tokens of this total probability, in training and validation. 1: from all."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=16)
     """Texts that end a sequence, besides the model's own end."""
     validation_temperature: float = Field(default=0.0, ge=0.0, le=100.0)

@@ -24,7 +24,6 @@ from flowfleet.algorithms.settings import (
     KlSettings,
     LossSettings,
     OldPolicyPart,
-    OldPolicySettings,
     PairSettings,
     RatioSettings,
     TeacherPart,
@@ -212,7 +211,7 @@ class JobSpec(Part):
     @property
     def samples_old_policy(self) -> bool:
         """Whether samples come from the old policy, not from the trained one."""
-        return self.loss.keeps_old_policy and self.algorithm.of(OldPolicySettings).old_policy.samples
+        return self.loss.keeps_old_policy and self.loss.old_policy_samples
 
     @property
     def data_files(self) -> Iterator[tuple[str, str, Columns]]:

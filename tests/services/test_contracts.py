@@ -106,18 +106,18 @@ def test_more_samples_of_a_held_out_prompt_leave_the_first_as_it_was() -> None:
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_a_model_that_writes_text_is_asked_for_tokens_and_for_nothing_of_a_flow(name: str) -> None:
     data = spec_of(name).model_dump(mode="json")
-    asked = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ["END"], "max_prompt_tokens": 7}
+    asked = {"max_tokens": 9, "temperature": 0.5, "stop": ["END"], "max_prompt_tokens": 7}
     data["rollout"]["sequence"] = {**asked, "validation_temperature": 0.25, "routed_experts": True}
     spec = parse_job(data)
     wire = requests.generate(context(spec), 2, {0: [0, 1], 2: [3]})
     assert wire.record == common_pb2.RECORD_TOKENS
     assert wire.sampling == rollout_pb2.Sampling(
-        sequence=rollout_pb2.SequenceSampling(**asked, routed_experts=True)  # type: ignore[arg-type]
+        sequence=rollout_pb2.SequenceSampling(**asked, top_p=1.0, routed_experts=True)  # type: ignore[arg-type]
     )
     assert (wire.HasField("noise"), wire.reference_kl) == (False, False)
     assert [(group.group, [*group.indices]) for group in wire.groups] == [(0, [0, 1]), (2, [3])]
     held_out = requests.validate(context(spec), 2, 5, [Prompt("a")])
-    assert held_out.sampling.sequence == rollout_pb2.SequenceSampling(**{**asked, "temperature": 0.25})  # type: ignore[arg-type]
+    assert held_out.sampling.sequence == rollout_pb2.SequenceSampling(**{**asked, "top_p": 1.0, "temperature": 0.25})  # type: ignore[arg-type]
     assert held_out.record == common_pb2.RECORD_UNSPECIFIED
 
 

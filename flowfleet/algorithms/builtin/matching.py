@@ -37,8 +37,6 @@ class NearOldPolicyPart(OldPolicyPart):
 class SlowOldPolicyPart(OldPolicyPart):
     """An old policy that is only compared with."""
 
-    samples: bool = False
-    """It samples. false: the trained policy samples, and this one is only compared with."""
     rate: float = Field(default=0.005, ge=0.0, le=1.0)
     """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
     max: float = Field(default=0.999, ge=0.0, lt=1.0)
@@ -65,8 +63,6 @@ class AwmSettings(ClipSettings, LikelihoodSettings, OldPolicySettings, MatchingS
 
     likelihood: Likelihood = "huber"
     clip_range: ClipRange = 1.0
-    old_kl_coef: float = Field(default=1.0, ge=0.0)
-    """AWM: weight of the squared distance to the old policy."""
     old_policy: NearOldPolicyPart = NearOldPolicyPart()
 
 
@@ -126,7 +122,15 @@ for _loss in (
         needs_reference=True,
         keeps_old_policy=True,
     ),
-    Loss("crd", f"{_GROUPS}:crd", "matching", settings=CrdSettings, needs_groups=True, keeps_old_policy=True),
+    Loss(
+        "crd",
+        f"{_GROUPS}:crd",
+        "matching",
+        settings=CrdSettings,
+        needs_groups=True,
+        keeps_old_policy=True,
+        old_policy_samples=False,
+    ),
 ):
     register_loss(_loss)
 

@@ -34,12 +34,12 @@ def awm(rows: MatchingRows, part: AwmSettings) -> MatchingOutput:
     """AWM, https://arxiv.org/abs/2509.25050: matching weighted by advantages, as the clipped surrogate of PPO.
 
     With e the error that `likelihood` names, of the current velocity f and the old policy's o: rho = exp(e_o - e_f) and
-    loss = max(-A rho, -A clip(rho, 1 - c_low, 1 + c)) / a + old_kl_coef mean((f - o)^2)
+    loss = max(-A rho, -A clip(rho, 1 - c_low, 1 + c)) / a + mean((f - o)^2)
     + kl_coef mean((f - reference)^2). a is the advantage clamp.
 
     Args:
         rows: uses all but `groups`; `reference_velocity` only with `kl_coef` above 0.
-        part: uses `likelihood`, `clip_range`, `clip_range_low`, `old_kl_coef`, `kl_coef` and `advantage_clamp`, which
+        part: uses `likelihood`, `clip_range`, `clip_range_low`, `kl_coef` and `advantage_clamp`, which
             is a (5 if it is null).
     """
     log_prob, log_ratio = log_likelihood_ratio(rows, part)
@@ -49,7 +49,7 @@ def awm(rows: MatchingRows, part: AwmSettings) -> MatchingOutput:
     loss = clipped(log_ratio, advantages, limits)
     assert rows.old_velocity is not None
     distance = mean_square(rows.velocity.to(log_prob) - rows.old_velocity.detach().to(log_prob))
-    loss, sums = with_reference(loss + part.old_kl_coef * distance, rows, part.kl_coef)
+    loss, sums = with_reference(loss + distance, rows, part.kl_coef)
     stats = ratio_stats(log_ratio, *beyond(log_ratio, limits))
     return MatchingOutput(loss, sums | {"actor/old_deviation": distance.detach().sum()}, stats)
 

@@ -24,6 +24,8 @@ from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.composition import PREFERENCE, Columns, columns
 
 _SUM = "sum"
+DOUBTED_SHARE = 0.1
+"""Share of the doubted samples for which a gated KL counts."""
 _KL = "/kl"
 """Column of the KL to the model before training; no reward can have this name."""
 
@@ -89,7 +91,7 @@ def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], c
     if not gate.rewards:
         return list(credits)
     auxiliary = [[sample.scores.get(name, math.nan) for sample in scored] for name in gate.rewards]
-    doubted = uncertain(counted.totals(), auxiliary, gate.share).tolist()
+    doubted = uncertain(counted.totals(), auxiliary, DOUBTED_SHARE).tolist()
     return [replace(credit, without_kl=not is_doubted) for credit, is_doubted in zip(credits, doubted, strict=True)]
 
 

@@ -138,7 +138,7 @@ class SequencePolicy:
             sequence=rollout_pb2.SequenceSampling(
                 max_tokens=part.max_tokens,
                 temperature=temperature,
-                top_p=part.top_p,
+                top_p=1.0,
                 stop=part.stop,
                 max_prompt_tokens=part.max_prompt_tokens or 0,
             )

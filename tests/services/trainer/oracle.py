@@ -193,7 +193,7 @@ class Oracle:
         if part.loss == "awm":
             scaled, ratio = advantages.clamp(-5, 5) / 5, (old - error).exp()
             loss = torch.maximum(-scaled * ratio, -scaled * ratio.clamp(1 - part.clip_range, 1 + part.clip_range))
-            return loss + part.old_kl_coef * _mean((velocities[0] - velocities[1]) ** 2) + kl * tie
+            return loss + _mean((velocities[0] - velocities[1]) ** 2) + kl * tie
         if part.loss == "elbo_pg":
             log_ratio = (old - error).detach()
             return log_ratio.exp() * (advantages / part.beta - log_ratio) * error + kl * tie

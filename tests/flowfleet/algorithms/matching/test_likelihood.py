@@ -47,10 +47,10 @@ def awm_oracle(inputs: Inputs, part: AwmSettings) -> tuple[Array, Array, Array]:
     plain, limited = -advantages * ratio, -advantages * cut
     distance, tie = inputs.velocity - inputs.old, inputs.velocity - inputs.reference
     loss = np.maximum(plain, limited)
-    loss = loss + part.old_kl_coef * row_mean(distance**2) + part.kl_coef * row_mean(tie**2)
+    loss = loss + row_mean(distance**2) + part.kl_coef * row_mean(tie**2)
     factor = np.where(plain >= limited, advantages * ratio, 0.0)
     total = per_row(factor, slope) * slope
-    total += 2 * (part.old_kl_coef * distance + part.kl_coef * tie) / inputs.clean[0].size
+    total += 2 * (distance + part.kl_coef * tie) / inputs.clean[0].size
     return loss, total, ratio
 
 
@@ -64,7 +64,6 @@ def awm_oracle(inputs: Inputs, part: AwmSettings) -> tuple[Array, Array, Array]:
     clip=st.sampled_from([0.1, 0.5, 1.0]),
     low=st.sampled_from([None, 0.3]),
     clamp=st.sampled_from([None, 2.0]),
-    old_kl=st.sampled_from([0.0, 1.0]),
     kl=st.sampled_from([0.0, 0.3]),
 )
 def test_awm_matches_the_formula(
@@ -77,12 +76,9 @@ def test_awm_matches_the_formula(
     clip: float,
     low: float | None,
     clamp: float | None,
-    old_kl: float,
     kl: float,
 ) -> None:
-    part = AwmSettings(
-        likelihood=kind, clip_range=clip, clip_range_low=low, advantage_clamp=clamp, old_kl_coef=old_kl, kl_coef=kl
-    )
+    part = AwmSettings(likelihood=kind, clip_range=clip, clip_range_low=low, advantage_clamp=clamp, kl_coef=kl)
     batch = draw(seed, rows, inner, dtype)
     loss, slope, ratio = awm_oracle(seen_by(batch), part)
     output = awm(batch, part)
@@ -139,7 +135,7 @@ def test_elbo_pg_matches_the_formula(
 def test_on_policy_both_gradients_are_the_advantages_times_the_matching_gradient(kind: Any) -> None:
     """At f = o the ratio is 1 and nothing is clipped: A / a, or A / beta, times the gradient of the error."""
     for loss, scale, part in (
-        (awm, 5.0, AwmSettings(likelihood=kind, clip_range=0.01, old_kl_coef=1.0)),
+        (awm, 5.0, AwmSettings(likelihood=kind, clip_range=0.01)),
         (elbo_pg, 8.0, ElboPgSettings(likelihood=kind, beta=8.0)),
     ):
         batch = draw(1, 3, [7], torch.float64, distance=0.0)

@@ -204,8 +204,8 @@ def test_the_kl_counts_for_doubted_samples_alone() -> None:
     """Best by the total and worst by the other reward; without a gate it counts for all."""
     rows = [Scored(0, index, float(index), {"ocr": float(index), "taste": float(-index)}) for index in range(5)]
     rewards = {"ocr": {}, "taste": {"weight": 0.0}}
-    gated, _ = credits_of(spec_of({"kl_coef": 0.1, "kl_gate": {"rewards": ["taste"], "share": 0.5}}, rewards), rows)
-    assert [one.without_kl for one in gated] == [True, True, True, False, False]  # doubts 0, 0.4 and 0.8: from 0.4 on
+    gated, _ = credits_of(spec_of({"kl_coef": 0.1, "kl_gate": {"rewards": ["taste"]}}, rewards), rows)
+    assert [one.without_kl for one in gated] == [True, True, True, True, False]  # the most doubted tenth
     plain, _ = credits_of(spec_of({"kl_coef": 0.1}, rewards), rows)
     assert not any(one.without_kl for one in plain)
 

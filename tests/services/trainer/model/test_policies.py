@@ -112,7 +112,7 @@ def test_the_old_policy_follows_and_is_what_is_published(
 def test_an_old_policy_that_does_not_sample_is_only_compared_with(
     tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    spec = nft_spec(tiny_qwen_image, "lora", old_policy={"rate": 1.0, "max": 0.9, "samples": False})
+    spec = nft_spec(tiny_qwen_image, "lora", loss="crd", old_policy={"rate": 1.0, "max": 0.9})
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     curve(worker, drawer, files, range(2))
     trained = trained_of(worker)
