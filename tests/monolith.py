@@ -27,6 +27,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from flowfleet.algorithms.advantages import group_advantages
+from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.data.trajectories import Trajectory
 from flowfleet.hardware import devices
@@ -137,7 +138,7 @@ class Monolith:
         if not scored:
             raise ValueError(f"step {step}: no sample has a score")
         samples, values = [it for it, _ in scored], [reward for _, reward in scored]
-        part = self.spec.algorithm
+        part = self.spec.algorithm.of(AdvantageSettings)
         groups = [sample.group for _, sample in samples]
         advantages, _ = group_advantages(values, groups, std=part.advantage_std, clamp=part.advantage_clamp)
         passes = [

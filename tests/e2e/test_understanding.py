@@ -36,18 +36,17 @@ def test_answers_are_measured_before_and_after_a_job_on_pictures(
     (folder / "prompts.txt").write_text("a red sign\na blue sign")
     questions = write_questions(folder, base)
     with make_fleet(rewards=("jpeg_compressibility",), model=None) as fleet:
-        models = {mode: paint(fleet, base, folder, mode) for mode in ("lora", "full")}
+        painted = paint(fleet, base, folder)
     with make_fleet(rewards=("exact_match",), model=None, engine="transformers") as fleet:
-        scores = {name: ask(fleet, path, questions) for name, path in {"base": base, **models}.items()}
-    assert scores["base"] == scores["lora"] == 1.0
-    assert scores["full"] < 1.0
+        before, after = (ask(fleet, path, questions) for path in (base, painted))
+    assert after < before == 1.0
 
 
-def paint(fleet: Fleet, base: Path, folder: Path, mode: str) -> Path:
+def paint(fleet: Fleet, base: Path, folder: Path) -> Path:
     """The exported folder of a job on pictures."""
     job = fleet.run(
         {
-            "name": f"paint-{mode}",
+            "name": "paint",
             "model": {"path": str(base), "dtype": "float32"},
             "data": {"train": str(folder / "prompts.txt")},
             "rewards": {"jpeg_compressibility": {}},
@@ -62,8 +61,7 @@ def paint(fleet: Fleet, base: Path, folder: Path, mode: str) -> Path:
                 "window": {"size": 1},
             },
             "trainer": {
-                "mode": mode,
-                "lora": {"rank": 4, "alpha": 8.0, "merge": True} if mode == "lora" else {},
+                "mode": "full",
                 "optimizer": {"lr": 0.05},
                 "threads": 1,
             },

@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
 }
 """What the recipe is changed to, so that a step takes part of a second."""
 EXACT: dict[str, Any] = {
-    "rollout.on_drop": "count",
+    "rollout.max_refills": 0,
     "trainer.deterministic": True,
     "trainer.micro_batch_size": 1,
     "rewards": {NAME: {}},

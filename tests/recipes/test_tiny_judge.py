@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.job.spec import load_job
 from recipes.tiny_vlm.lessons import draw_lesson, is_high, word_rise
 from recipes.tiny_vlm.model import TinyVlm, make_tiny_vlm
@@ -86,7 +87,7 @@ def test_the_guarded_recipe_is_the_hacked_one_with_guards() -> None:
 def test_the_judges_recipe_weighs_the_judge_and_the_letters_alike() -> None:
     job = load_job(RECIPES / "tiny_judge.toml")
     assert {name: part.weight for name, part in job.rewards.items()} == {"judge": 1.0, "ocr": 1.0}
-    assert job.algorithm.reward_combination == "normalized"
+    assert job.algorithm.of(AdvantageSettings).reward_combination == "normalized"
 
 
 def _png(picture: Image.Image) -> bytes:

@@ -7,6 +7,7 @@ import pytest
 
 from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.settings import Size
 
@@ -53,20 +54,22 @@ def test_a_name_fills_in_what_the_job_leaves_out() -> None:
     dance = spec_of(algorithm={"name": "dance_grpo"}, rollout={"noise": {"eta": 0.9}})
     assert (dance.rollout.noise.type, dance.rollout.noise.eta) == ("dance_sde", 0.9)
     assert dance.rollout.noise.share_initial_noise
-    assert (dance.algorithm.advantage_std, dance.algorithm.clip_range) == ("group", 1e-4)
+    algorithm: Any = dance.algorithm
+    assert (algorithm.advantage_std, algorithm.clip_range) == ("group", 1e-4)
     mix = spec_of(algorithm={"name": "mix_grpo"}).rollout.window
     assert (mix.strategy, mix.size, mix.stride, mix.shift_every) == ("progressive", 4, 1, 25)
-    guard = spec_of(algorithm={"name": "grpo_guard"}).algorithm
+    guard: Any = spec_of(algorithm={"name": "grpo_guard"}).algorithm
     assert (guard.clip_range, guard.advantage_std) == (2e-6, "group")  # as in all of its authors' configurations
-    assert spec_of(algorithm={"name": "flow_dppo"}).algorithm.advantage_clamp is None
+    assert spec_of(algorithm={"name": "flow_dppo"}).algorithm.of(AdvantageSettings).advantage_clamp is None
     assert spec_of(algorithm={"name": "diffusion_nft"}).rollout.noise.eta == 0
     assert spec_of(algorithm={"name": "dpo"}).rollout.group_size == 2
 
 
 def test_a_loss_that_the_job_chose_brings_its_own_limits() -> None:
     spec = spec_of(algorithm={"name": "dance_grpo", "loss": "grpo_guard"})
-    assert spec.algorithm.clip_range == 2e-6  # not DanceGRPO's, which is of another ratio
-    assert (spec.rollout.noise.type, spec.algorithm.advantage_std) == ("dance_sde", "group")
+    algorithm: Any = spec.algorithm
+    assert algorithm.clip_range == 2e-6  # not DanceGRPO's, which is of another ratio
+    assert (spec.rollout.noise.type, algorithm.advantage_std) == ("dance_sde", "group")
 
 
 TEACHER = {"one": {"adapter": "job:ID"}}

@@ -244,7 +244,7 @@ async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, jo
     """A sample that it refuses is not made again, and held-out samples are not sent to it."""
     grouped = WholeGroups()
     data = {"validation": job()["data"]["train"]}
-    parts = {"schedule": {**SCHEDULE, "steps": 2}, "rollout": {"on_drop": "refill"}}
+    parts = {"schedule": {**SCHEDULE, "steps": 2}}
     settings = job(rewards={"whole": {}}, data=data, **parts)
 
     async def use(fleet: ScriptedFleet) -> None:

@@ -37,7 +37,8 @@ class Oracle:
 
     def __init__(self, spec: JobSpec, files: SyncBlobs) -> None:
         torch.set_num_threads(1)
-        self.spec, self.files, self.part = spec, files, spec.algorithm
+        self.spec, self.files = spec, files
+        self.part: Any = spec.algorithm
         family = adapter_for(spec.model.path)
         self.adapter = family.load(spec.model.path, dtype=torch.float32, components=("transformer",))
         if spec.trainer.mode == "lora":

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 
 from flowfleet import plugins
 from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.settings import KlGateSettings
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.trajectories import EmbedsBlob, Trajectory
 from flowfleet.job.spec import JobSpec, parse_job
@@ -105,7 +106,7 @@ class Drawer:
             if self._spec.loss.needs_pairs:
                 item = TrainSample(sample=sample, advantage=sign, reward=0.5, pair=sample.id.index // 2)
             else:
-                without_kl = bool(self._spec.algorithm.kl_gate.rewards) and number % 3 > 0
+                without_kl = bool(self._spec.algorithm.of(KlGateSettings).kl_gate.rewards) and number % 3 > 0
                 item = TrainSample(sample=sample, advantage=sign * size, reward=0.5, without_kl=without_kl)
             request.samples.append(item)
         return request

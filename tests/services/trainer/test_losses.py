@@ -36,7 +36,7 @@ def test_two_steps_equal_plain_pytorch(
     loss: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
     """Covers guidance, and a tie to the reference where the loss has one."""
-    algorithm = ALGORITHMS[loss] | ({"kl_coef": 0.01} if LOSSES[loss].takes_kl else {})
+    algorithm = ALGORITHMS[loss] | ({"kl_coef": 0.01} if LOSSES[loss].model.reads("kl_coef") else {})
     spec = make_spec(
         tiny_qwen_image,
         algorithm=algorithm,

@@ -16,7 +16,7 @@ from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.test_matching_ranks import torchrun
 from tests.services.trainer.workers import make_worker, state_of
 
-CORRECTION = {"mode": "truncated", "high": 2.0, "level": "sequence", "normalize": "batch", "reject_high": 2.5}
+CORRECTION = {"mode": "truncated", "high": 2.0, "level": "sequence"}
 JOBS: dict[str, dict[str, Any]] = {
     "float32": {
         "algorithm": {"name": "grpo_guard", "clip_range": 0.1, "correction": CORRECTION},

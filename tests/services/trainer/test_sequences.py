@@ -63,7 +63,7 @@ class Oracle:
 
     def train(self, request: TrainStepRequest, blobs: SyncBlobs) -> None:
         """One update, in which the old policy is the current one."""
-        part = self.spec.algorithm
+        part: Any = self.spec.algorithm
         losses, lengths = [], []
         for item in request.samples:
             prompt = PromptBlob.from_bytes(blobs.get(item.sample.prompt_embeds)).token_ids

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.job import events as ev
 from services.controller.job.batch import Phase, Scored
@@ -172,7 +173,7 @@ class World:
     def chosen(self, step: int) -> int | None:
         """Samples in the request: at most `best_of` of a group, or any even number, 0 too, where the loss wants
         pairs."""
-        best_of = self.spec.algorithm.best_of
+        best_of = self.spec.algorithm.of(AdvantageSettings).best_of
         if best_of is not None:
             groups = self.machine.state.batches[step].groups.values()
             sizes = [sum(sample.status == "scored" for sample in group.values()) for group in groups]
@@ -330,7 +331,7 @@ def test_folding_the_ledger_gives_the_same_state(seed: int) -> None:
 
 def test_every_sample_is_accounted_for() -> None:
     """Asked = trained + dropped, with refills counted as asked."""
-    world = World(make_spec(rollout={"on_drop": "refill", "max_refills": 2}), random.Random(3), 0.05)
+    world = World(make_spec(rollout={"max_refills": 2}), random.Random(3), 0.05)
     world.run()
     state = world.machine.state
     refilled = state.samples_trained + sum(state.samples_dropped.values()) - 3 * 12
@@ -404,7 +405,7 @@ def test_ledgers_from_before_scores_and_pairs_fold() -> None:
 
 
 def test_of_a_given_pair_there_is_no_other_sample() -> None:
-    spec = make_spec(algorithm={"name": "dpo"}, rollout={"group_size": 2, "on_drop": "refill", "max_refills": 9})
+    spec = make_spec(algorithm={"name": "dpo"}, rollout={"group_size": 2, "max_refills": 9})
     machine = ready(spec)
     machine.apply(ev.Dropped(step=0, group=0, index=1, reason="rollout_failed"))
     assert machine.wanted(0, 0) == [0]
@@ -412,7 +413,7 @@ def test_of_a_given_pair_there_is_no_other_sample() -> None:
 
 
 def test_counting_instead_of_refilling() -> None:
-    machine = ready(make_spec(rollout={"on_drop": "count"}))
+    machine = ready(make_spec(rollout={"max_refills": 0}))
     machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
     machine.apply(ev.Dropped(step=0, group=0, index=0, reason="no_score_ocr"))
     assert machine.wanted(0, 0) == [1, 2]
@@ -420,7 +421,7 @@ def test_counting_instead_of_refilling() -> None:
 
 
 def test_refilling_asks_for_a_new_sample_and_stops_at_the_limit() -> None:
-    machine = ready(make_spec(rollout={"on_drop": "refill", "max_refills": 1}))
+    machine = ready(make_spec(rollout={"max_refills": 1}))
     machine.apply(ev.Dropped(step=0, group=0, index=0, reason="rollout_failed"))
     assert machine.wanted(0, 0) == [1, 2, 3]
     machine.apply(ev.Dropped(step=0, group=0, index=3, reason="rollout_failed"))

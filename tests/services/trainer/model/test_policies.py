@@ -255,7 +255,7 @@ def test_nothing_is_kept_for_losses_that_do_not_ask(
     worker = make_worker(make_spec(tiny_qwen_image, trainer={"mode": "full"}), ranks, files, tmp_path)
     engine = engine_of(worker)
     assert engine.policies.state() == {}
-    assert engine.policies.follow(5) is None
+    assert engine.policies.follow() is None
     for policy in POLICIES:
         with pytest.raises(AssertionError), engine.policy(policy):
             pass

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, WanPipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -228,57 +227,6 @@ def test_the_layout_is_found_by_names_alone(tmp_path: Path) -> None:
     for name, layout in (("adapter_model.safetensors", "peft"), (FILE, "diffusers"), ("state.json", "checkpoint")):
         (tmp_path / name).touch()
         assert find_adapter(tmp_path).layout == layout  # a checkpoint before an export before PEFT's
-
-
-# Merged exports -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shard_bytes", [4 * 2**30, 20_000])
-def test_a_merged_pipeline_computes_as_base_and_adapter(
-    shard_bytes: int,
-    job: Path,
-    tiny_qwen_image: Path,
-    ranks: Ranks,
-    files: SyncBlobs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.trainer.export.SHARD_BYTES", shard_bytes)
-    spec = start_from(job / "model", tiny_qwen_image, merge=True)
-    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
-    folder = export(worker, tmp_path / "model")
-    shards = sorted(file.name for file in (folder / "transformer").glob("*.safetensors"))
-    assert (len(shards) > 1) == (shard_bytes < 2**30)
-    assert not list(folder.glob("pytorch_lora_weights*"))
-    assert (folder / "vae/config.json").samefile(tiny_qwen_image / "vae/config.json")  # a link
-    pipeline: Any = QwenImagePipeline.from_pretrained(folder)
-    own = drawer.adapter
-    merged = velocity(type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device), own, spec, 0.7)
-    torch.testing.assert_close(merged, velocity(engine_of(worker).adapter, own, spec, 0.7), rtol=0, atol=1e-5)
-    assert not torch.allclose(merged, velocity(own, own, spec, 0.7), rtol=0, atol=1e-3)
-    base: Any = QwenImagePipeline.from_pretrained(tiny_qwen_image)
-    base.load_lora_weights(job / "model")
-    base.fuse_lora()  # diffusers' own merging
-    base.unload_lora_weights()
-    fused = base.transformer.state_dict()
-    assert fused.keys() == pipeline.transformer.state_dict().keys()
-    for name, tensor in pipeline.transformer.state_dict().items():
-        torch.testing.assert_close(tensor, fused[name], rtol=0, atol=1e-6)
-
-
-def test_both_experts_are_merged(wan: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
-    spec = spec_of(
-        wan, "lora", lora={"rank": 3, "alpha": 6.0, "merge": True}, optimizer={"lr": 0.1}, ema={"decay": None}
-    )
-    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
-    worker.train(drawer.draw(files, 0))
-    pipeline: Any = WanPipeline.from_pretrained(export(worker, tmp_path / "model"))
-    own = drawer.adapter
-    loaded = type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device)
-    for sigma in (0.9, 0.5):
-        with engine_of(worker).policy("old"):
-            expected = velocity(engine_of(worker).adapter, own, spec, sigma)
-        torch.testing.assert_close(velocity(loaded, own, spec, sigma), expected, rtol=0, atol=1e-5)
 
 
 def export(worker: Worker, directory: Path) -> Path:

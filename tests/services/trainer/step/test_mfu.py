@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
@@ -58,7 +59,8 @@ def test_mfu_is_flops_over_time_and_peak(
 
     metrics = worker.train(request).metrics
 
-    rounds = len(request.samples[0].sample.sde_steps) if spec.records_steps else spec.algorithm.num_noise_levels
+    levels = spec.algorithm.of(NoiseLevelSettings).num_noise_levels
+    rounds = len(request.samples[0].sample.sde_steps) if spec.records_steps else levels
     rows = len(request.samples) * rounds * forwards
     is_full = spec.trainer.mode == "full"
     training = 3 * BASE if is_full else 2 * BASE + 3 * (ADAPTED - BASE)
