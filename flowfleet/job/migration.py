@@ -74,7 +74,10 @@ REMOVED: dict[str, Any] = {
     "trainer.optimizer.final_lr": 0.0,
 }
 """Dotted settings of format 0 that are gone, with their defaults."""
-BY_LOSS = {"awm": {"algorithm.old_kl_coef": 1.0}, "crd": {"algorithm.old_policy.samples": False}}
+BY_LOSS: dict[str, dict[str, Any]] = {
+    "awm": {"algorithm.old_kl_coef": 1.0},
+    "crd": {"algorithm.old_policy.samples": False},
+}
 """The same where a loss had another default."""
 _OF_SOURCES = ("prompt_column", "ignore_columns")
 ADVICE = (
@@ -102,7 +105,8 @@ def migrated(spec: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def as_first_format(spec: dict[str, Any]) -> dict[str, Any]:
     """A job of today as format 0 had it, complete with defaults."""
-    old, part = _copied(spec), spec["algorithm"]
+    old: dict[str, Any] = _copied(spec)
+    part = spec["algorithm"]
     given = {name: value for name, value in _given(part).items() if name not in part}
     old["algorithm"] = _copied(ALGORITHM) | given | _copied(part)
     for name, default in _removed(part["loss"]).items():

@@ -1,3 +1,6 @@
 """Flowfleet's own losses and algorithms: settings and registration, by kind. Importing it registers them."""
 
-from flowfleet.algorithms.builtin import followed, matching, policy, sequences  # noqa: F401
+import importlib
+
+for _kind in ("policy", "matching", "followed", "pairs", "sequences"):  # the order of tables in the docs
+    importlib.import_module(f"{__name__}.{_kind}")

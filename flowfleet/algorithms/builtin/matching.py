@@ -18,7 +18,6 @@ from flowfleet.algorithms.settings import (
     MatchingSettings,
     OldPolicyPart,
     OldPolicySettings,
-    PairwiseSettings,
 )
 
 _MATCHING = "flowfleet.algorithms.matching.losses"
@@ -50,12 +49,6 @@ class DiffusionNftSettings(OldPolicySettings, MatchingSettings):
     advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
     """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
     sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
-
-
-class DpoSettings(PairwiseSettings):
-    """Settings of Diffusion-DPO's loss."""
-
-    beta: Beta = 500.0
 
 
 class AwmSettings(ClipSettings, LikelihoodSettings, OldPolicySettings, MatchingSettings):
@@ -101,14 +94,6 @@ for _loss in (
         "matching",
         settings=DiffusionNftSettings,
         keeps_old_policy=True,
-    ),
-    Loss(
-        "dpo",
-        f"{_MATCHING}:dpo",
-        "matching",
-        settings=DpoSettings,
-        needs_pairs=True,
-        needs_reference=True,
     ),
     Loss("awm", f"{_LIKELIHOOD}:awm", "matching", settings=AwmSettings, keeps_old_policy=True),
     Loss("elbo_pg", f"{_LIKELIHOOD}:elbo_pg", "matching", settings=ElboPgSettings, keeps_old_policy=True),
@@ -174,23 +159,6 @@ for _algorithm in (
         "Makes the model's own reward follow the given one, both centered in their group.",
         loss="crd",
         defaults={**_ODE, "trainer.ema.decay": 0.9},
-    ),
-    Algorithm(
-        "online_dpo",
-        "online Diffusion-DPO",
-        "https://arxiv.org/abs/2311.12908",
-        "Prefers the best to the worst sample of each group.",
-        loss="dpo",
-        defaults=_ODE,
-    ),
-    Algorithm(
-        "dpo",
-        "Diffusion-DPO",
-        "https://arxiv.org/abs/2311.12908",
-        "Prefers the chosen to the rejected of each pair of a preference data set; nothing is sampled for training.",
-        loss="dpo",
-        defaults={**_ODE, "rollout.group_size": 2},
-        data="preferences",
     ),
 ):
     register_algorithm(_algorithm)

@@ -18,7 +18,8 @@ from torch.nn import functional
 from flowfleet.algorithms.losses import RatioStats
 
 if TYPE_CHECKING:
-    from flowfleet.algorithms.builtin.matching import DiffusionNftSettings, DpoSettings
+    from flowfleet.algorithms.builtin.matching import DiffusionNftSettings
+    from flowfleet.algorithms.builtin.pairs import DpoSettings
     from flowfleet.algorithms.settings import OldPolicyPart
 
 DEFAULT_CLAMP = 5.0

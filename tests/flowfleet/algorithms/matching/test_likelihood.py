@@ -134,10 +134,11 @@ def test_elbo_pg_matches_the_formula(
 @pytest.mark.parametrize("kind", sorted(ERRORS))
 def test_on_policy_both_gradients_are_the_advantages_times_the_matching_gradient(kind: Any) -> None:
     """At f = o the ratio is 1 and nothing is clipped: A / a, or A / beta, times the gradient of the error."""
-    for loss, scale, part in (
+    cases: tuple[tuple[Any, float, Any], ...] = (
         (awm, 5.0, AwmSettings(likelihood=kind, clip_range=0.01)),
         (elbo_pg, 8.0, ElboPgSettings(likelihood=kind, beta=8.0)),
-    ):
+    )
+    for loss, scale, part in cases:
         batch = draw(1, 3, [7], torch.float64, distance=0.0)
         batch.advantages.copy_(torch.tensor([5.0, 0.0, -2.5]))
         backward(loss(batch, part).loss)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.builtin.matching import DiffusionNftSettings, DpoSettings
+from flowfleet.algorithms.builtin.matching import DiffusionNftSettings
+from flowfleet.algorithms.builtin.pairs import DpoSettings
 from flowfleet.algorithms.matching.losses import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
 from flowfleet.algorithms.settings import OldPolicyPart
 from tests.flowfleet.algorithms.numerics import (
