@@ -52,7 +52,7 @@ def loss_class(algorithm: Algorithm) -> str:
 
 def modes_of(algorithm: Algorithm) -> tuple[str, ...]:
     """Modes that an algorithm takes: teachers are adapters, so their policy is one too."""
-    return MODES if LOSSES[algorithm.loss].reads_rewards else ("lora",)
+    return MODES if LOSSES[algorithm.loss].traits.reads_rewards else ("lora",)
 
 
 def choose_cases(
@@ -96,7 +96,7 @@ def run_cases() -> list[Case]:
 
 def writes_tokens(algorithm: Algorithm) -> bool:
     """Whether it trains models that write text, and not flows."""
-    return LOSSES[algorithm.loss].kind == "sequence"
+    return LOSSES[algorithm.loss].traits.writes_tokens
 
 
 def cases_on(kind: str, pipeline: str, *, writes: bool) -> list[Case]:
@@ -125,7 +125,7 @@ def parts() -> dict[str, str]:
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
     """Why the least job of an algorithm on a family is refused; empty where it is taken."""
-    if kind := sequences.refusal(family, LOSSES[algorithm.loss].kind):
+    if kind := sequences.refusal(family, LOSSES[algorithm.loss]):
         return kind
     job: dict[str, Any] = {
         "model": {"path": "model"},
@@ -143,7 +143,7 @@ def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
 
 def least_settings(algorithm: Algorithm, teacher: str = "job:ID") -> dict[str, Any]:
     """Settings of `algorithm` that one needs besides its name."""
-    return {} if LOSSES[algorithm.loss].reads_rewards else {"teachers": {"teacher": {"adapter": teacher}}}
+    return {} if LOSSES[algorithm.loss].traits.reads_rewards else {"teachers": {"teacher": {"adapter": teacher}}}
 
 
 def _row(family: ModelFamily, cases: Sequence[Case]) -> list[str]:

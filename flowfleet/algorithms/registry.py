@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from flowfleet.algorithms import settings
+from flowfleet.algorithms.kinds import KINDS, Kind
 from flowfleet.algorithms.settings import LossSettings
-
-LossKind = Literal["policy", "matching", "distillation", "sequence", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,9 @@ class Loss:
 
     name: str
     function: str
-    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of
-    matching/losses.py, a `DistillationLoss` of distillation.py, a `SequenceLoss` of sequences/losses.py or a
-    `GradientLoss` of reward_gradient.py."""
-    kind: LossKind
-    """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents.
-    distillation: on the means of stored noisy steps, compared with a teacher's. sequence: on the log-probs of written
-    tokens, for models that write text. gradient: on the gradient of a reward by the pixels of a predicted image."""
+    """"module:function", of the type that the objective of its kind calls: `PolicyLoss`, `MatchingLoss`, …"""
+    kind: str
+    """Name of its kind (flowfleet/algorithms/kinds.py)."""
     reads: tuple[str, ...] = ()
     """Without `settings`: names of Flowfleet's own settings that this loss reads besides those of its kind."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -98,15 +93,9 @@ class Loss:
         return {name: value for name, value in self.defaults.items() if "." in name}
 
     @property
-    def reads_log_probs(self) -> bool:
-        """Whether it has a ratio to the policy that sampled, so that a sampler of other numerics (float8, a merged
-        adapter, another engine) needs a correction. All others take samples of any sampler as they are."""
-        return self.kind in ("policy", "sequence")
-
-    @property
-    def reads_rewards(self) -> bool:
-        """Whether a sample counts by its rewards. A teacher needs none."""
-        return self.kind != "distillation"
+    def traits(self) -> Kind:
+        """What it has in common with the others of its kind."""
+        return KINDS[self.kind]
 
     def load(self) -> Callable[..., Any]:
         """Imports the function; needs torch."""
@@ -144,9 +133,11 @@ def register_step(step: Step) -> None:
 
 
 def register_loss(loss: Loss) -> None:
-    """Raises ValueError for a name that is taken."""
+    """Raises ValueError for a name that is taken, or a kind that is not there."""
     if loss.name in LOSSES:
         raise ValueError(f"a loss named {loss.name} is registered already")
+    if loss.kind not in KINDS:
+        raise ValueError(f"loss {loss.name} is of kind {loss.kind}, which is none of {', '.join(KINDS)}")
     LOSSES[loss.name] = loss
 
 
@@ -172,21 +163,11 @@ class _Known(
     beta: settings.Beta = 0.1
 
 
-_BASES: dict[LossKind, type[LossSettings]] = {
-    "policy": settings.PolicySettings,
-    "matching": settings.MatchingSettings,
-    "distillation": settings.DistillationSettings,
-    "sequence": settings.SequenceSettings,
-    "gradient": settings.GradientSettings,
-}
-"""What the losses of a kind read."""
-
-
 @cache
 def _composed(name: str) -> type[LossSettings]:
     """The model of a loss that names Flowfleet's own settings."""
     loss = LOSSES[name]
-    base = settings.PairwiseSettings if loss.needs_pairs else _BASES[loss.kind]
+    base = settings.PairwiseSettings if loss.needs_pairs else loss.traits.settings
     given = {key: value for key, value in loss.defaults.items() if "." not in key}
     fields = {key: _field(key, base, given, loss.at_most) for key in dict.fromkeys((*loss.reads, *given))}
     model: type[LossSettings] = create_model(f"{name.title()}Settings", __base__=base, **fields)

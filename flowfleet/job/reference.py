@@ -127,7 +127,7 @@ def of_losses() -> Iterator[Setting]:
 def readers(name: str, *, writes_tokens: bool) -> list[str]:
     """Losses that read a dotted setting, those for a job's kind of policy if there are any."""
     found = [loss for loss in LOSSES.values() if any(f"{one.name}.".startswith(f"{name}.") for one in of_loss(loss))]
-    suited = [loss for loss in found if (loss.kind == "sequence") == writes_tokens]
+    suited = [loss for loss in found if loss.traits.writes_tokens == writes_tokens]
     return sorted(loss.name for loss in suited or found)
 
 

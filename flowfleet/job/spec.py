@@ -169,7 +169,7 @@ class JobSpec(Part):
     @property
     def records_steps(self) -> bool:
         """Whether rollouts keep the steps of the window; matching losses want the final latents alone."""
-        return self.loss.kind in ("policy", "distillation") or self.loss.from_steps
+        return self.loss.traits.samples == "steps" or self.loss.from_steps
 
     @property
     def window(self) -> Window:
@@ -179,12 +179,12 @@ class JobSpec(Part):
     @property
     def trains_on_gradients(self) -> bool:
         """Whether the trainer asks rewards for gradients."""
-        return self.loss.kind == "gradient"
+        return self.loss.traits.follows_gradients
 
     @property
     def writes_tokens(self) -> bool:
         """Whether the policy writes tokens; if not, it is a flow."""
-        return self.loss.kind == "sequence"
+        return self.loss.traits.writes_tokens
 
     @property
     def trainer_pool(self) -> str:
@@ -321,7 +321,7 @@ def _unknown(name: str, loss: Loss, *, hint: bool) -> str:
     """Says what to write in place of a setting that the job does not have."""
     if advice := replacement(name):
         return f"{name} was removed: {advice}"
-    if readers := reference.readers(name, writes_tokens=loss.kind == "sequence"):
+    if readers := reference.readers(name, writes_tokens=loss.traits.writes_tokens):
         return f"{name} has no effect with algorithm.loss = {loss.name}: leave it out, or use {', '.join(readers)}"
     near = reference.near(name, list(reference.settings(JobSpec, loss=loss))) if hint else []
     return f"{name}: unknown setting" + (f"; did you mean {' or '.join(near)}?" if near else "")

@@ -98,7 +98,7 @@ def _without_gradient(spec: JobSpec) -> float:
         return count + 1  # the images that rewards are asked about
     if not spec.records_steps:
         return count * spec.trainer.passes
-    if not spec.loss.reads_log_probs:
+    if not spec.loss.traits.has_ratio:
         return count + 1  # a row's teacher
     if spec.recomputes_all:
         count += 1

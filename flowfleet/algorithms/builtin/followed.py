@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from flowfleet.algorithms.kinds import Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import (
     DistillationSettings,
@@ -41,6 +42,28 @@ class SrpoSettings(NoiseLevelSettings, GradientSettings):
     relative_weight: float = Field(default=0.0, ge=0.0)
     """SRPO: k of (1 + k) times the wanted reward minus the unwanted one."""
 
+
+register_kind(
+    Kind(
+        "distillation",
+        DistillationSettings,
+        "services.trainer.step.objectives.distillation:DistillationObjective",
+        "steps",
+        "noisy steps of any sampler",
+        reads_rewards=False,
+    )
+)
+register_kind(
+    Kind(
+        "gradient",
+        GradientSettings,
+        "services.trainer.step.objectives.gradient:GradientObjective",
+        "final",
+        "any sampler's, and a reward's gradient",
+        follows_gradients=True,
+        needs="rewards with gradients; pictures; one update a step",
+    )
+)
 
 for _loss in (
     Loss("diffusion_opd", f"{_DISTILLATION}:diffusion_opd", "distillation", settings=DistillationSettings),

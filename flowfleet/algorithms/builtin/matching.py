@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from flowfleet.algorithms.kinds import Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import (
     AdvantageStd,
@@ -86,6 +87,16 @@ class CrdSettings(LikelihoodSettings, OldPolicySettings, MatchingSettings):
     kl_coef: KlCoef = 0.1
     old_policy: SlowOldPolicyPart = SlowOldPolicyPart()
 
+
+register_kind(
+    Kind(
+        "matching",
+        MatchingSettings,
+        "services.trainer.step.objectives.matching:MatchingObjective",
+        "final",
+        "any sampler's",
+    )
+)
 
 for _loss in (
     Loss(

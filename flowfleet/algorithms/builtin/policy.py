@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flowfleet.algorithms.kinds import Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, Step, register_algorithm, register_loss, register_step
 from flowfleet.algorithms.settings import (
     AdvantageClamp,
@@ -39,6 +40,17 @@ for _step in (
     Step("dance_sde", f"{_SDE}:dance_sde_scales"),
 ):
     register_step(_step)
+
+register_kind(
+    Kind(
+        "policy",
+        PolicySettings,
+        "services.trainer.step.objectives.policy:PolicyObjective",
+        "steps",
+        "the policy's noisy steps",
+        has_ratio=True,
+    )
+)
 
 for _loss in (
     Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", settings=FlowGrpoSettings, defaults=_TWO_UPDATES),

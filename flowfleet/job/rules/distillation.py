@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def problems(job: JobSpec) -> Iterator[str]:
     """Problems of the teachers."""
-    if job.loss.reads_rewards:
+    if job.loss.traits.reads_rewards:
         return
     loss = job.loss.name
     if not job.teachers:

@@ -80,7 +80,7 @@ def correction(job: JobSpec) -> Iterator[str]:
     """Checks `algorithm.correction` and where old log-probs come from."""
     loss, part = job.loss, job.algorithm.of(RatioSettings)
     mode = part.correction.mode
-    if not loss.reads_log_probs:
+    if not loss.traits.has_ratio:
         yield from unheard(
             job,
             ("rollout.max_log_prob_gap",),
@@ -92,7 +92,7 @@ def correction(job: JobSpec) -> Iterator[str]:
             f"algorithm.loss = {loss.name} needs the old policy's means, which rollouts do not store: set "
             'algorithm.old_log_probs to "first_forward" or "recompute"'
         )
-    if loss.kind == "policy" and mode != "none" and not job.step.is_gaussian:
+    if loss.traits.has_step_ratio and mode != "none" and not job.step.is_gaussian:
         yield (
             f'algorithm.correction.mode = "{mode}" needs Gaussian log-probs, which rollout.noise.type = '
             f'"{job.rollout.noise.type}" has not: set it to "none", or choose another step'
@@ -183,8 +183,8 @@ def kl_reward(job: JobSpec) -> Iterator[str]:
         )
 
 
-def names(*, kind: str | None = None, pairs: bool = False) -> str:
-    """Names of the losses of a kind, or of those that need pairs."""
+def names(*, pairs: bool = False) -> str:
+    """Names of the losses that take samples of any sampler, or of those that need pairs."""
     return ", ".join(
-        sorted(loss.name for loss in LOSSES.values() if kind in (None, loss.kind) and (loss.needs_pairs or not pairs))
+        sorted(loss.name for loss in LOSSES.values() if (loss.needs_pairs if pairs else loss.traits.takes_any_sampler))
     )

@@ -24,7 +24,7 @@ def problems(job: JobSpec) -> Iterator[str]:
     setting = f"rollout.preview.keep = {part.keep}"
     if job.method.data == "preferences":
         yield f"{setting} has no effect with algorithm.name = {job.method.name}, which samples nothing: leave it out"
-    if not job.loss.reads_rewards:
+    if not job.loss.traits.reads_rewards:
         yield f"{setting} chooses by rewards, which algorithm.loss = {job.loss.name} does not train on: leave it out"
     if part.keep >= rollout.group_size:
         yield (
@@ -48,7 +48,7 @@ def problems(job: JobSpec) -> Iterator[str]:
             "set it to false, or leave rollout.preview out"
         )
     yield from _quantization(job)
-    if job.trainer.deterministic and job.loss.kind == "policy":
+    if job.trainer.deterministic and job.loss.traits.has_step_ratio:
         yield (
             "trainer.deterministic repeats the rollout's batches, of which rollout.preview leaves samples out: set "
             "trainer.deterministic = false, or leave rollout.preview out"

@@ -19,7 +19,7 @@ _VOTES = "human"
 def rewards(job: JobSpec) -> Iterator[str]:
     """Checks that rewards count, and what happens where one fails."""
     rewards = job.rewards
-    is_scored = job.method.data == "prompts" and job.loss.reads_rewards
+    is_scored = job.method.data == "prompts" and job.loss.traits.reads_rewards
     if (is_scored or job.data.is_validated) and not rewards:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
     for name in (name for name, part in rewards.items() if part.held_out_only):
@@ -82,7 +82,7 @@ def sources(job: JobSpec) -> Iterator[str]:
             continue
         if unknown := sorted(source.rewards.keys() - job.rewards.keys()):
             yield f"{setting}.{unknown[0]}: the job has no such reward; it has: {known}"
-        elif job.loss.reads_rewards and not any(
+        elif job.loss.traits.reads_rewards and not any(
             part.has_influence for part in job.data.scoring(source.name, job.rewards).values()
         ):
             yield f"{setting} has no weight throughout, so its samples teach nothing: name a reward that has one"

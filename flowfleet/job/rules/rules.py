@@ -60,7 +60,7 @@ def warnings(job: JobSpec) -> Iterator[str]:
     if limits.get("clip_nats") is not None:
         limits.pop("clip_range", None)
     idle = [name for name, value in limits.items() if value is not None]
-    if job.loss.reads_log_probs and job.most_updates_per_step == 1 and part.old_log_probs != "rollout" and idle:
+    if job.loss.traits.has_ratio and job.most_updates_per_step == 1 and part.old_log_probs != "rollout" and idle:
         settings = " and ".join(f"algorithm.{name}" for name in idle)
         yield (
             f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
@@ -76,7 +76,7 @@ def _other_numerics(job: JobSpec) -> Iterator[str]:
     one takes samples of any sampler as they are."""
     rollout = job.rollout
     is_guarded = job.algorithm.of(RatioSettings).correction.mode != "none" or rollout.max_log_prob_gap is not None
-    if job.loss.kind != "policy" or is_guarded:
+    if not job.loss.traits.has_step_ratio or is_guarded:
         return
     trained = job.trainer.quantization
     for name, usual in (("quantization", trained), ("adapter", "separate")):
@@ -86,7 +86,7 @@ def _other_numerics(job: JobSpec) -> Iterator[str]:
             yield (
                 f'rollout.{name} = "{value}"{where} samples another policy than the one whose ratio algorithm.loss = '
                 f"{job.loss.name} limits: set {same}algorithm.correction.mode or rollout.max_log_prob_gap, or choose a "
-                f"loss that takes samples of any sampler: {losses.names(kind='matching')}"
+                f"loss that takes samples of any sampler: {losses.names()}"
             )
 
 

@@ -65,7 +65,7 @@ def _unheard_window(job: JobSpec) -> Iterator[str]:
         if window.strategy not in strategies:
             listening = " or ".join(f'"{strategy}"' for strategy in strategies)
             yield from unheard(job, (f"rollout.window.{name}",), where + listening)
-    if window.strategy == "fraction" and job.loss.kind == "matching" and job.rollout.noise.eta > 0:
+    if window.strategy == "fraction" and job.loss.traits.takes_any_sampler and job.rollout.noise.eta > 0:
         yield (
             f'rollout.window.strategy = "fraction" has no effect with algorithm.loss = {job.loss.name}, which trains '
             'on no noisy steps: use "all"'
@@ -93,10 +93,10 @@ def noise(job: JobSpec) -> Iterator[str]:
             yield f"rollout.window.steps: {ends}; leave out step {last}"
         else:
             yield f"rollout.window.high = {window_end(job)}: {ends}; set rollout.window.high to at most {last}"
-    if noise.eta == 0 and job.loss.kind == "policy":
+    if noise.eta == 0 and job.loss.traits.has_step_ratio:
         yield (
             f"rollout.noise.eta = 0 samples an ODE, which has no log-prob: give the loss {job.loss.name} an eta > 0, "
-            f"or choose algorithm.loss from {names(kind='matching')}"
+            f"or choose algorithm.loss from {names()}"
         )
     if noise.eta == 0 and noise.share_initial_noise and job.method.data == "prompts":
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
 from flowfleet.algorithms.settings import AdvantageSettings, LengthSettings, RatioSettings
 from flowfleet.job.rules.unheard import unheard
 from flowfleet.job.sequence import SequencePart
@@ -54,7 +54,7 @@ def problems(job: JobSpec) -> Iterator[str]:
     """What is set for the other kind of policy."""
     loss = job.loss.name
     if not job.writes_tokens:
-        known = ", ".join(sorted(other.name for other in LOSSES.values() if other.kind == "sequence"))
+        known = ", ".join(sorted(other.name for other in LOSSES.values() if other.traits.writes_tokens))
         yield from unheard(
             job,
             _OF_SEQUENCES,
@@ -72,12 +72,12 @@ def problems(job: JobSpec) -> Iterator[str]:
     yield from _algorithm(job)
 
 
-def refusal(family: ModelFamily, loss_kind: str) -> str:
-    """Why a loss of this kind cannot train a family; empty where it can."""
-    if family.trains(writes_tokens=loss_kind == "sequence"):
+def refusal(family: ModelFamily, loss: Loss) -> str:
+    """Why a loss cannot train a family; empty where it can."""
+    if family.trains(writes_tokens=loss.traits.writes_tokens):
         return ""
     if family.writes_tokens:
-        known = ", ".join(sorted(one.name for one in ALGORITHMS.values() if LOSSES[one.loss].kind == "sequence"))
+        known = ", ".join(sorted(one.name for one in ALGORITHMS.values() if LOSSES[one.loss].traits.writes_tokens))
         return f"{family.title} writes text: choose algorithm.name from {known}"
     return f"{family.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
 

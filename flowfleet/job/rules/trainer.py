@@ -47,7 +47,11 @@ def batches(job: JobSpec) -> Iterator[str]:
             f"trainer.micro_batch_size = {part.micro_batch_size} cannot hold a group, which algorithm.loss = "
             f"{job.loss.name} needs: raise it to {setting} = {of_group}, or lower that"
         )
-    if part.deterministic and job.loss.kind == "policy" and job.algorithm.of(AdvantageSettings).best_of is not None:
+    if (
+        part.deterministic
+        and job.loss.traits.has_step_ratio
+        and job.algorithm.of(AdvantageSettings).best_of is not None
+    ):
         yield (
             "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "
             "trainer.deterministic = false, or leave algorithm.best_of out"
@@ -58,7 +62,7 @@ def batches(job: JobSpec) -> Iterator[str]:
             "trainer.compile or trainer.deterministic to false"
         )
     other = job.rollout.compile or job.rollout.quantization != part.quantization
-    if part.deterministic and job.loss.kind == "policy" and other:
+    if part.deterministic and job.loss.traits.has_step_ratio and other:
         yield (
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks and another "
             f'quantization do not allow: set rollout.compile = false and rollout.quantization = "{part.quantization}", '
@@ -108,7 +112,7 @@ def base(job: JobSpec) -> Iterator[str]:
         yield f'model.base = "fp8" works on models in bfloat16, not {job.model.dtype}: set model.dtype'
     if job.trainer.sharding == "fsdp" and job.trainer.world_size > 1:
         yield 'model.base = "fp8" is whole on every rank: set trainer.sharding to "auto" or "replicate"'
-    if job.loss.kind == "policy" and job.algorithm.of(RatioSettings).old_log_probs == "rollout":
+    if job.loss.traits.has_step_ratio and job.algorithm.of(RatioSettings).old_log_probs == "rollout":
         yield (
             'algorithm.old_log_probs = "rollout" with model.base = "fp8" would put an unmeasured gap into the ratio of '
             'the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
@@ -128,7 +132,7 @@ def quantization(job: JobSpec) -> Iterator[str]:
         yield f'{setting} is for full training: set model.base = "fp8" in its place, which LoRA computes with'
     if job.model.dtype != "bfloat16":
         yield f"{setting} works on models in bfloat16, not {job.model.dtype}: set model.dtype"
-    if job.loss.kind == "policy" and is_bypass and job.rollout.quantization == "none":
+    if job.loss.traits.has_step_ratio and is_bypass and job.rollout.quantization == "none":
         yield (
             f'algorithm.old_log_probs = "rollout" with {setting} would put an unmeasured gap into the ratio of the '
             'loss: set algorithm.old_log_probs to "first_forward" or "recompute", or rollout.quantization to "fp8"'
@@ -140,7 +144,7 @@ def merged(job: JobSpec) -> Iterator[str]:
     if job.trainer.mode == "full":
         yield from unheard(job, ("rollout.adapter",), 'with trainer.mode = "full", which has no adapter: leave it out')
         return
-    if job.rollout.adapter == "separate" or job.loss.kind != "policy":
+    if job.rollout.adapter == "separate" or not job.loss.traits.has_step_ratio:
         return
     if job.algorithm.of(RatioSettings).old_log_probs == "rollout":
         yield (

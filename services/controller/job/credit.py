@@ -76,7 +76,7 @@ def credits_of(
         found = [sample.scores.get(part.diversity, math.nan) for sample in scored]
         values = shaped_by_diversity(values, found, groups, clamp=part.advantage_clamp)
         stats = _with_advantages(stats, values.tolist())
-    if not spec.loss.reads_rewards:
+    if not spec.loss.traits.reads_rewards:
         return _taught(scored, spec, step), _with_advantages(stats, [0.0])
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]

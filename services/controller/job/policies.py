@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
-from flowfleet.algorithms.registry import LossKind
 from flowfleet.algorithms.sequences.overlong import overlong_penalty
 from flowfleet.algorithms.settings import KlRewardSettings, LengthSettings
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
@@ -145,16 +143,9 @@ class SequencePolicy:
         )
 
 
-_FLOW = FlowPolicy()
-_KINDS: Mapping[LossKind, Policy] = {
-    "policy": _FLOW,
-    "matching": _FLOW,
-    "distillation": _FLOW,
-    "sequence": SequencePolicy(),
-    "gradient": _FLOW,
-}
+_FLOW, _SEQUENCE = FlowPolicy(), SequencePolicy()
 
 
 def policy_of(spec: JobSpec) -> Policy:
     """The kind that the job's loss trains."""
-    return _KINDS[spec.loss.kind]
+    return _SEQUENCE if spec.writes_tokens else _FLOW

@@ -204,7 +204,7 @@ class TrainingStep:
         pools = job.pool.rollouts_first()
         if not pools:
             raise NotYet(job.pool.nobody_there())
-        if spec.trainer.deterministic and spec.loss.kind == "policy" and (split := _split(job.pool.live())):
+        if spec.trainer.deterministic and spec.loss.traits.has_step_ratio and (split := _split(job.pool.live())):
             await self.pause(split)
             return
         started, responses = time.monotonic(), list[trainer_pb2.PublishWeightsResponse]()

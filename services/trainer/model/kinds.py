@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flowfleet.algorithms.coarse import check_noise
 from flowfleet.algorithms.losses import limits
-from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.files import WeightFiles
@@ -194,16 +193,9 @@ class TransformersSource(CheckpointSource):
         return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-_KINDS: Mapping[LossKind, type[FlowModel] | type[SequenceModel]] = {
-    "policy": FlowModel,
-    "matching": FlowModel,
-    "distillation": FlowModel,
-    "sequence": SequenceModel,
-    "gradient": FlowModel,
-}
-
-
 def model_kind(spec: JobSpec, adapter: Any) -> ModelKind:
-    """Kind of the job's loss, with the family's layout."""
-    kind, names = _KINDS[spec.loss.kind], getattr(adapter, "stored", None)
-    return FlatFlowModel(adapter.layout, names) if kind is FlowModel and names else kind(adapter.layout)
+    """A flow, or a model that writes text, with the family's layout."""
+    if spec.writes_tokens:
+        return SequenceModel(adapter.layout)
+    names = getattr(adapter, "stored", None)
+    return FlatFlowModel(adapter.layout, names) if names else FlowModel(adapter.layout)

@@ -1,11 +1,10 @@
-"""How a step's samples are checked, planned and read, by the kind of the job's loss."""
+"""How a step's samples are checked, planned and read, by what they keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from flowfleet.algorithms.registry import LossKind
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
@@ -103,26 +102,11 @@ class SequenceKind:
         return SequenceReader(adapter, spec, blobs, on_sample)
 
 
-class GradientKind(FlowKind):
-    """Samples of either form, about which rewards are asked."""
-
-    def problem(self, sample: Sample, first: Sample, spec: JobSpec) -> str | None:
-        kind = StepsKind() if spec.loss.from_steps else FlowKind()
-        return kind.problem(sample, first, spec)
-
-
-_KINDS: Mapping[LossKind, StepKind] = {
-    "policy": StepsKind(),
-    "matching": FlowKind(),
-    "distillation": StepsKind(),
-    "sequence": SequenceKind(),
-    "gradient": GradientKind(),
-}
-
-
 def step_kind(spec: JobSpec) -> StepKind:
-    """Kind of the job's loss."""
-    return _KINDS[spec.loss.kind]
+    """Kind of the job's samples."""
+    if spec.writes_tokens:
+        return SequenceKind()
+    return StepsKind() if spec.records_steps else FlowKind()
 
 
 def _text(size: Size) -> str:

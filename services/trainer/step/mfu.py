@@ -64,7 +64,7 @@ class Mfu:
         is_flow = not self._spec.writes_tokens
         if self._spec.trains_on_gradients or (is_flow and not self._spec.records_steps):
             return [0] * num_updates
-        if not self._spec.loss.reads_log_probs:
+        if not self._spec.loss.traits.has_ratio:
             return [1] * num_updates
         bypass, reference = (
             self._spec.algorithm.of(RatioSettings).old_log_probs == "rollout",

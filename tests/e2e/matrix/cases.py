@@ -174,9 +174,9 @@ def check(fleet: Fleet, checkpoint: Path, data: Path, algorithm: str, mode: str,
     """Runs the job of a case: every sample is accounted for, numbers are finite, log-probs exact, or ratios of them
     within `tolerance` of 1."""
     method = ALGORITHMS[algorithm]
-    make = make_text_job if LOSSES[method.loss].kind == "sequence" else make_job
+    make = make_text_job if LOSSES[method.loss].traits.writes_tokens else make_job
     settings = make(checkpoint, data, algorithm, mode)
-    if not LOSSES[method.loss].reads_rewards:
+    if not LOSSES[method.loss].traits.reads_rewards:
         teacher = fleet.run(make_job(checkpoint, data, "flow_grpo", mode))
         settings["algorithm"] |= least_settings(method, f"job:{teacher.id}")
         settings["rewards"] = {}

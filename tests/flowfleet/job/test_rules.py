@@ -36,7 +36,7 @@ def test_every_algorithm_works_as_it_comes_and_survives_storage(name: str) -> No
 def test_another_loss_works_or_is_refused_for_a_reason_of_its_own(name: str, loss: str) -> None:
     """Never for a setting that the job did not write."""
     algorithm, chosen = ALGORITHMS[name], LOSSES[loss]
-    needed = {} if chosen.reads_rewards else {"teachers": {"one": {"adapter": "job:ID"}}}
+    needed = {} if chosen.traits.reads_rewards else {"teachers": {"one": {"adapter": "job:ID"}}}
     parts: dict[str, Parts] = {"algorithm": {"name": name, "loss": loss, **needed}}
     is_ode = algorithm.defaults.get("rollout.noise.eta") == 0.0
     if algorithm.data == "preferences" and not chosen.needs_pairs:

@@ -83,12 +83,12 @@ def test_the_algorithms_that_a_model_which_writes_text_may_have_are_those_regist
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     family, loss = FAMILIES["Qwen3ForCausalLM"], registry.LOSSES["gspo"]
-    assert refusal(family, "policy").endswith("choose algorithm.name from dapo, grpo, gspo")
+    assert refusal(family, registry.LOSSES["dpo"]).endswith("choose algorithm.name from dapo, grpo, gspo")
     own = registry.Algorithm("cispo", "CISPO", "https://arxiv.org/abs/2506.13585", "Another.", loss=loss.name)
     monkeypatch.setitem(registry.ALGORITHMS, own.name, own)
-    assert "cispo, dapo" in refusal(family, "policy")
-    assert refusal(family, loss.kind) == ""
-    assert "is a flow" in refusal(FAMILIES["FluxPipeline"], loss.kind)
+    assert "cispo, dapo" in refusal(family, registry.LOSSES["dpo"])
+    assert refusal(family, loss) == ""
+    assert "is a flow" in refusal(FAMILIES["FluxPipeline"], loss)
 
 
 def test_gspo_has_one_aggregation() -> None:

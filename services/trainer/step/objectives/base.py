@@ -11,7 +11,9 @@ from torch import Tensor
 from flowfleet.algorithms.sde import StepResult, reverse_step
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
+from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.inputs import Batch, FlowBatch, StepsBatch
+from services.trainer.step.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,19 @@ class Forward:
     """The expert that it goes through."""
     losses: Callable[[], Tensor]
     """Runs the forward: (B,) with gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What an objective is made of, for one training step."""
+
+    engine: Engine
+    step: int
+    sde_steps: Sequence[int]
+    """The denoising steps at which noise entered, or that samples were stored at."""
+    totals: Totals
+    rewards: RewardGradients | None = None
+    """For losses that follow gradients."""
 
 
 class Objective(Protocol):

@@ -17,22 +17,20 @@ from torch import Tensor
 from flowfleet.algorithms.distillation import DistillationRows
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.engine import Engine
 from services.trainer.model.policies import Teacher
 from services.trainer.step.inputs import Batch, StepsBatch
-from services.trainer.step.objectives.base import Forward, stored_step
-from services.trainer.step.totals import Totals
+from services.trainer.step.objectives.base import Forward, StepInputs, stored_step
 
 
 class DistillationObjective:
     """See `Objective`. A round is a noisy step."""
 
-    def __init__(self, engine: Engine, sde_steps: Sequence[int], totals: Totals) -> None:
-        """`sde_steps`: the denoising steps at which noise entered."""
-        self._engine, self._totals = engine, totals
-        self._steps = list(sde_steps)
-        self._part, self._loss = engine.spec.algorithm, engine.spec.loss.load()
-        self._teachers = list(engine.spec.teachers)
+    def __init__(self, inputs: StepInputs) -> None:
+        spec = inputs.engine.spec
+        self._engine, self._totals = inputs.engine, inputs.totals
+        self._steps = list(inputs.sde_steps)
+        self._part, self._loss = spec.algorithm, spec.loss.load()
+        self._teachers = list(spec.teachers)
         self._batches: list[list[StepsBatch]] = []
         self._means: dict[int, Tensor] = {}
         """(W, *latent) of a sample's teacher, by its row."""

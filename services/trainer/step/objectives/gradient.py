@@ -20,13 +20,11 @@ from flowfleet.algorithms.reward_gradient import GradientOutput, GradientRows
 from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.engine import Engine
 from services.trainer.model.policies import needs_reference
-from services.trainer.step.gradients.gradients import BatchGradient, RewardGradients
+from services.trainer.step.gradients.gradients import BatchGradient
 from services.trainer.step.inputs import Batch, FinalBatch, FlowBatch, StepsBatch
-from services.trainer.step.objectives.base import Forward, velocity
+from services.trainer.step.objectives.base import Forward, StepInputs, velocity
 from services.trainer.step.objectives.draws import draws_of
-from services.trainer.step.totals import Totals
 
 
 @dataclass
@@ -52,15 +50,15 @@ class _Start:
 class GradientObjective:
     """See `Objective`. A round is a step that samples were stored at, or a noise level of each sample."""
 
-    def __init__(
-        self, engine: Engine, step: int, sde_steps: Sequence[int], totals: Totals, rewards: RewardGradients
-    ) -> None:
-        self._engine, self._step, self._totals, self._rewards = engine, step, totals, rewards
-        self._part, self._loss = engine.spec.algorithm, engine.spec.loss.load()
-        self._steps = list(sde_steps)
-        self._draws = draws_of(engine.spec, engine.adapter, step)
+    def __init__(self, inputs: StepInputs) -> None:
+        engine, spec = inputs.engine, inputs.engine.spec
+        assert inputs.rewards is not None
+        self._engine, self._step, self._totals, self._rewards = engine, inputs.step, inputs.totals, inputs.rewards
+        self._part, self._loss = spec.algorithm, spec.loss.load()
+        self._steps = list(inputs.sde_steps)
+        self._draws = draws_of(spec, engine.adapter, inputs.step)
         self._items: list[list[_Item]] = []
-        totals.num_steps = 0
+        inputs.totals.num_steps = 0
 
     @property
     def num_rounds(self) -> int:

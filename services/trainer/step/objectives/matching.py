@@ -18,12 +18,10 @@ from flowfleet.algorithms.matching.losses import MatchingRows, noisy
 from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.engine import Engine
 from services.trainer.model.policies import Policy, needs_reference
 from services.trainer.step.inputs import Batch, FinalBatch
-from services.trainer.step.objectives.base import Forward, velocity
+from services.trainer.step.objectives.base import Forward, StepInputs, velocity
 from services.trainer.step.objectives.draws import Interval, draws_of
-from services.trainer.step.totals import Totals
 
 
 @dataclass
@@ -39,11 +37,11 @@ class _Item:
 class MatchingObjective:
     """See `Objective`. A round is a noise level of each sample."""
 
-    def __init__(self, engine: Engine, step: int, totals: Totals) -> None:
-        spec, part = engine.spec, engine.spec.algorithm
-        self._engine, self._part, self._totals = engine, part, totals
+    def __init__(self, inputs: StepInputs) -> None:
+        spec = inputs.engine.spec
+        self._engine, self._part, self._totals = inputs.engine, spec.algorithm, inputs.totals
         self._loss = spec.loss.load()
-        self._draws = draws_of(spec, engine.adapter, step)
+        self._draws = draws_of(spec, inputs.engine.adapter, inputs.step)
         self._items: list[list[_Item]] = []
         self._num_passes = 0
 

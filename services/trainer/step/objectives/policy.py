@@ -21,11 +21,9 @@ from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.algorithms.step_weights import step_weights
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.engine import Engine
 from services.trainer.model.policies import needs_reference
 from services.trainer.step.inputs import Batch, StepsBatch
-from services.trainer.step.objectives.base import Forward, stored_step
-from services.trainer.step.totals import Totals
+from services.trainer.step.objectives.base import Forward, StepInputs, stored_step
 
 _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
 
@@ -49,17 +47,16 @@ class _Known:
 class PolicyObjective:
     """See `Objective`. A round is a noisy step."""
 
-    def __init__(self, engine: Engine, sde_steps: Sequence[int], totals: Totals) -> None:
-        """`sde_steps`: the denoising steps at which noise entered."""
-        spec = engine.spec
-        self._engine, self._totals = engine, totals
-        self._steps = list(sde_steps)
+    def __init__(self, inputs: StepInputs) -> None:
+        engine, spec = inputs.engine, inputs.engine.spec
+        self._engine, self._totals = engine, inputs.totals
+        self._steps = list(inputs.sde_steps)
         self._part, self._kl_coef = spec.algorithm.of(RatioSettings), spec.kl.kl_coef
         self._kind, self._loss = spec.loss, spec.loss.load()
         self._schedule = engine.schedule
         self._weights = step_weights(spec, engine.schedule)
         self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
-        totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
+        inputs.totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
         self._batches: list[list[StepsBatch]] = []
         self._known = _Known()
         self._num_passes = 0

@@ -20,12 +20,10 @@ from flowfleet.algorithms.settings import AggregationSettings, RatioSettings
 from flowfleet.hardware import devices
 from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.engine import Engine
 from services.trainer.model.policies import needs_reference
 from services.trainer.step.inputs import Batch
-from services.trainer.step.objectives.base import Forward
+from services.trainer.step.objectives.base import Forward, StepInputs
 from services.trainer.step.sequences import SequenceBatch
-from services.trainer.step.totals import Totals
 
 _Name = Literal["old", "reference"]
 
@@ -35,8 +33,8 @@ class SequenceObjective:
 
     num_rounds = 1
 
-    def __init__(self, engine: Engine, totals: Totals) -> None:
-        spec = engine.spec
+    def __init__(self, inputs: StepInputs) -> None:
+        engine, totals, spec = inputs.engine, inputs.totals, inputs.engine.spec
         self._engine, self._totals, self._spec = engine, totals, spec
         self._part = spec.algorithm.of(RatioSettings)
         self._aggregation = spec.algorithm.of(AggregationSettings).aggregation

@@ -11,6 +11,7 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
+from flowfleet.algorithms.registry import LOSSES
 from flowfleet.job.rules.sequences import refusal
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.families.bagel.checkpoint import read_config
@@ -38,7 +39,7 @@ def adapter(checkpoint: Path) -> ModelAdapter:
 def test_one_folder_is_a_flow_and_a_model_that_writes(checkpoint: Path) -> None:
     family = family_of(checkpoint)
     assert family.title == "BAGEL"
-    assert [refusal(family, kind) for kind in ("policy", "matching", "sequence")] == ["", "", ""]
+    assert [refusal(family, LOSSES[name]) for name in ("flow_grpo", "dpo", "gspo")] == ["", "", ""]
     assert adapter_for(checkpoint) is BagelPainter
     assert sequence_adapter_for(checkpoint).__name__ == "BagelWriter"
 

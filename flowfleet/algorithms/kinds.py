@@ -1,0 +1,62 @@
+"""Kinds of losses: what those of a kind train on, what they need of samples, and which objective computes them.
+
+A new kind is one `register_kind` next to its losses, and an objective of the trainer. Everything else asks the fields
+below, never a kind by its name. Free of torch, for the controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowfleet.algorithms.settings import LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the losses of a kind have in common."""
+
+    name: str
+    settings: type[LossSettings]
+    """What each of them reads; the base of their models."""
+    objective: str
+    """"module:class" of an `Objective` of services/trainer/step/objectives/base.py, made of `StepInputs`."""
+    samples: Literal["steps", "final", "tokens"]
+    """What a sample keeps. steps: its noisy steps. final: its final latents. tokens: what was written, for models that
+    write text."""
+    trains_on: str
+    """What they train on, for the docs."""
+    has_ratio: bool = False
+    """They have a ratio to the policy that sampled, so that a sampler of other numerics (float8, a merged adapter,
+    another engine) needs a correction. All others take samples of any sampler as they are."""
+    reads_rewards: bool = True
+    """A sample counts by its rewards. A teacher needs none."""
+    follows_gradients: bool = False
+    """They follow the gradient of a reward: the trainer asks for it."""
+    needs: str = ""
+    """What they need, for the docs."""
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Whether they train models that write text; if not, flows."""
+        return self.samples == "tokens"
+
+    @property
+    def has_step_ratio(self) -> bool:
+        """Whether they have a ratio of noisy steps, which the trainer recomputes."""
+        return self.has_ratio and self.samples == "steps"
+
+    @property
+    def takes_any_sampler(self) -> bool:
+        """Whether samples of any sampler, and their rewards alone, are enough."""
+        return self.samples == "final" and not self.follows_gradients
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def register_kind(kind: Kind) -> None:
+    """Raises ValueError for a name that is taken."""
+    if kind.name in KINDS:
+        raise ValueError(f"a kind of losses named {kind.name} is registered already")
+    KINDS[kind.name] = kind
