@@ -13,6 +13,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 
+from flowfleet.algorithms.settings import NoiseLevelSettings, OldPolicySettings
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from flowfleet.job.spec import JobSpec
@@ -39,6 +40,7 @@ class Oracle:
         torch.set_num_threads(1)
         self.spec, self.files = spec, files
         self.part: Any = spec.algorithm
+        self._num_levels = spec.algorithm.of(NoiseLevelSettings).num_noise_levels
         family = adapter_for(spec.model.path)
         self.adapter = family.load(spec.model.path, dtype=torch.float32, components=("transformer",))
         if spec.trainer.mode == "lora":
@@ -75,7 +77,7 @@ class Oracle:
         plan = plan_passes(check_request(request, spec), spec, request.step, 1, pairs=pairs_of(request, spec))
         for place, (number, update) in enumerate((n, update) for part in plan for n, update in enumerate(part)):
             rows = [row for batch in update.by_rank[0] for row in batch.rows]
-            past = place // len(plan[0]) * self.part.num_noise_levels
+            past = place // len(plan[0]) * self._num_levels
             loss = self._loss([request.samples[row] for row in rows], request.step, number, past)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.trained.values(), spec.trainer.optimizer.max_grad_norm)
@@ -88,7 +90,7 @@ class Oracle:
         return losses
 
     def _follow(self) -> None:
-        part = self.part.old_policy
+        part = self.spec.algorithm.of(OldPolicySettings).old_policy
         decay = min(part.max, part.rate * max(0, self.num_updates - part.delay))
         for expert, old in zip(self.adapter.experts.values(), self.old.experts.values(), strict=True):
             for parameter, kept in zip(expert.parameters(), old.parameters(), strict=True):
@@ -99,7 +101,7 @@ class Oracle:
         if self.spec.loss.kind == "policy":
             steps = items[0].sample.sde_steps
             return torch.stack([self._policy_loss(items, steps, k) for k in range(len(steps))]).mean()
-        rounds = range(past, past + self.part.num_noise_levels)
+        rounds = range(past, past + self._num_levels)
         return torch.stack([self._matching_loss(items, step, update, k) for k in rounds]).mean()
 
     # Policy losses ----------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Oracle:
         advantages = torch.tensor([item.advantage for item in items])
         error, old, reference = (self._error(velocity - target, sigma) for velocity in velocities)
         ties = torch.tensor([0.0 if item.without_kl else 1.0 for item in items])
-        tie, kl = ties * _mean((velocities[0] - velocities[2]) ** 2), part.kl_coef
+        tie, kl = ties * _mean((velocities[0] - velocities[2]) ** 2), self.spec.kl.kl_coef
         if part.loss == "awm":
             scaled, ratio = advantages.clamp(-5, 5) / 5, (old - error).exp()
             loss = torch.maximum(-scaled * ratio, -scaled * ratio.clamp(1 - part.clip_range, 1 + part.clip_range))
@@ -240,7 +242,7 @@ class Oracle:
 
     def _listed_sigma(self, place: tuple[int, int], step: int, update: int, k: int, boundary: float | None) -> float:
         """Round k of a pass takes the side of the k-th of all shuffled levels, and there the sample's next one."""
-        number, k = divmod(k, self.part.num_noise_levels)
+        number, k = divmod(k, self._num_levels)
 
         def shuffled(purpose: str, count: int, *path: int) -> list[int]:
             seed = derive_seed(self.spec.seed, f"match/{purpose}", step, *path)
