@@ -42,13 +42,13 @@ def test_uploaded_sources_with_rewards_of_their_own(
     rewards = {"ocr", "jpeg_compressibility"}
     signs = (ROOT / "recipes/tiny/prompts/train.txt").read_text().splitlines()[:6]
     (tmp_path / "signs.txt").write_text("\n".join(signs))
-    (tmp_path / "plain.csv").write_text("caption,kind\n" + "".join(f"a plain wall {k},wall\n" for k in range(3)))
+    (tmp_path / "plain.csv").write_text("prompt,kind\n" + "".join(f"a plain wall {k},wall\n" for k in range(3)))
     job = small_job(**{"schedule.steps": 2, "rollout.prompts_per_step": 4})
     with make_fleet(rewards=("ocr", "jpeg_compressibility")) as fleet:
         plain = fleet.client.upload(tmp_path / "plain.csv")
         own = {"name": "signs", "path": str(tmp_path / "signs.txt"), "rewards": {"ocr": 1.0}, "weight": 3}
         uploaded = {"name": "plain", "path": plain, "validation": plain, "rewards": {"jpeg_compressibility": 0.5}}
-        job["data"] = {"sources": [own, {**uploaded, "prompt_column": "caption"}]}
+        job["data"] = {"sources": [own, uploaded]}
         job["rewards"] = {"ocr": {}, "jpeg_compressibility": {}}
         done = fleet.run(job)
         assert done.status == "succeeded", done.reason

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from flowfleet.algorithms.settings import AggregationSettings
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.errors import DataLoss, InvalidRequest
@@ -83,7 +84,7 @@ class Oracle:
                 kl = (reference - log_prob).exp() - (reference - log_prob) - 1
             losses.append(surrogate + part.kl_coef * kl)
             lengths.append(len(log_prob))
-        if part.aggregation == "token":
+        if self.spec.algorithm.of(AggregationSettings).aggregation == "token":
             loss = torch.cat(losses).mean()
         else:
             loss = torch.stack([own.mean() for own in losses]).mean()
@@ -157,8 +158,8 @@ def test_packed_or_one_by_one_gives_the_same_update(
 
 CORRECTED: dict[str, dict[str, Any]] = {
     "truncated tokens": {"mode": "truncated", "high": 1.5},
+    "truncated sequences": {"mode": "truncated", "level": "sequence", "high": 1.2},
     "rejected sequences": {"mode": "rejection", "level": "sequence", "low": 0.8, "high": 1.2},
-    "joint sequences": {"mode": "truncated", "level": "sequence", "joint": True, "high": 2.0},
 }
 
 
@@ -166,16 +167,15 @@ CORRECTED: dict[str, dict[str, Any]] = {
 def test_corrections_weigh_tokens_or_sequences(
     case: str, dense: Path, files: SyncBlobs, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """The first sequence's log-probs are the rollout's less 0.3 a token: its ratio is e^0.3, of all 2 tokens e^0.6."""
+    """The first sequence's log-probs are the rollout's less 0.3 a token: its ratio is e^0.3."""
     part = CORRECTED[case]
     spec = make_spec(dense, algorithm={"name": "grpo", "kl_coef": 0.0, "correction": part})
     request = Writer(spec).write(files, 0)
     sample = request.samples[0].sample
     written = TokenTrajectory.from_bytes(files.get(sample.trajectory))
-    number = len(written.token_ids)
     moved = replace(written, log_probs=written.log_probs - 0.3)
     sample.trajectory.CopyFrom(files.put(keys.blob(JOB, "moved"), moved.to_bytes()))
-    ratio = math.exp(0.3 * (number if part.get("joint") else 1))
+    ratio = math.exp(0.3)
     weight = min(ratio, part["high"])
     outside = float(ratio > part["high"])
     if part["mode"] == "rejection":

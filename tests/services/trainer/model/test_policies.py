@@ -173,20 +173,6 @@ def test_a_resumed_job_goes_on_with_its_old_policy_bit_for_bit(
     assert expected[0]["actor/kl_loss"] > 0
 
 
-def test_the_old_policy_moves_every_so_many_steps(
-    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
-) -> None:
-    """A constant share of 0.75, every second step: at first, and between, it stays what it was."""
-    spec = nft_spec(tiny_qwen_image, "lora", old_policy={"rate": 1.0, "max": 0.75, "every": 2})
-    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
-    old = state_of(worker)
-    for step, decay in enumerate((1.0, 0.75, 1.0, 0.75)):
-        (metrics,) = curve(worker, drawer, files, range(step, step + 1))
-        assert metrics["training/old_policy_decay"] == decay
-        old = {name: torch.lerp(tensor, trained_of(worker)[name], 1 - decay) for name, tensor in old.items()}
-        assert same(state_of(worker), old)
-
-
 @MODES
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_is_exported_is_the_average_of_the_trained_weights(
