@@ -80,7 +80,7 @@ class Loss:
     keeps_old_policy: bool = False
     """Compares with an old policy, which follows the trained one by `algorithm.old_policy`."""
     old_policy_samples: bool = True
-    """That old policy samples, where there is one; if not, the trained policy does."""
+    """The old policy samples, where there is one; if not, the trained policy does."""
 
     @property
     def model(self) -> type[LossSettings]:

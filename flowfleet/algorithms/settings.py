@@ -200,7 +200,7 @@ class LikelihoodSettings(Part):
 
 
 class NoiseLevelSettings(Part):
-    """Noise levels that are drawn anew over finished samples."""
+    """Noise levels that are drawn over finished samples."""
 
     num_noise_levels: NumNoiseLevels = 4
     sigma_sampling: Literal["shifted", "uniform", "schedule"] = "shifted"

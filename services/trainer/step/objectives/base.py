@@ -37,7 +37,7 @@ class StepInputs:
     """The denoising steps at which noise entered, or that samples were stored at."""
     totals: Totals
     rewards: RewardGradients | None = None
-    """For losses that follow gradients."""
+    """Gradients of rewards, for losses that follow them."""
 
 
 class Objective(Protocol):
