@@ -13,7 +13,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 
-from flowfleet.algorithms.settings import NoiseLevelSettings, OldPolicySettings
+from flowfleet.algorithms.settings import LikelihoodSettings, NoiseLevelSettings, OldPolicySettings
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from flowfleet.job.spec import JobSpec
@@ -40,6 +40,7 @@ class Oracle:
         torch.set_num_threads(1)
         self.spec, self.files = spec, files
         self.part: Any = spec.algorithm
+        self._likelihood = spec.algorithm.of(LikelihoodSettings).likelihood
         self._num_levels = spec.algorithm.of(NoiseLevelSettings).num_noise_levels
         family = adapter_for(spec.model.path)
         self.adapter = family.load(spec.model.path, dtype=torch.float32, components=("transformer",))
@@ -213,12 +214,12 @@ class Oracle:
 
     def _error(self, residual: Tensor, sigma: Tensor) -> Tensor:
         """(B,) by `algorithm.likelihood`, of a velocity's errors."""
-        if self.part.likelihood == "huber":
+        if self._likelihood == "huber":
             return sigma / 0.25 * ((_mean(residual**2) + 1e-10) ** 0.25 - 1e-10**0.25)
-        if self.part.likelihood == "normalized_x0":
+        if self._likelihood == "normalized_x0":
             residual = sigma.reshape(-1, *[1] * (residual.ndim - 1)) * residual
         square = _mean(residual**2)
-        return square if self.part.likelihood == "velocity" else square / _mean(residual.detach().abs()).clamp(min=1e-5)
+        return square if self._likelihood == "velocity" else square / _mean(residual.detach().abs()).clamp(min=1e-5)
 
     def _sigma(self, place: tuple[int, int], step: int, update: int, k: int) -> float:
         """The noise level of a round, among all or those of the expert that was drawn."""
