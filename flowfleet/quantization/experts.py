@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowfleet.hardware import devices
-from flowfleet.quantization.products import Gradients, multiply
+from flowfleet.quantization.products import multiply
 from flowfleet.quantization.rows import quantize_rows
 
 
 class ExpertWeights(nn.Module):
     """A module whose own parameters are the matrices of its experts, (E, N, K) each."""
-
-    gradients: Gradients = "fp8"
 
     def grouped(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """(M, N): each row times its expert's matrix of the parameter `name`.
@@ -34,7 +32,7 @@ class ExpertWeights(nn.Module):
         weight, scale = cast(Tensor, getattr(self, name)), self._buffers.get(f"{name}_scale")
         if scale is None:
             return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-        product: Tensor = _Product.apply(rows, weight, scale, ends, self.gradients)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(rows, weight, scale, ends)  # type: ignore[no-untyped-call]
         return product
 
 
@@ -50,7 +48,7 @@ def expert_weights(blocks: Iterable[nn.Module], least: int, multiple: int) -> It
 
 
 @torch.no_grad()
-def replace(module: ExpertWeights, name: str, gradients: Gradients) -> None:
+def replace(module: ExpertWeights, name: str) -> None:
     """Rounds a parameter to float8, an expert at a time; no effect on one that is rounded."""
     weight = cast(Tensor, getattr(module, name))
     if f"{name}_scale" in module._buffers:
@@ -63,7 +61,6 @@ def replace(module: ExpertWeights, name: str, gradients: Gradients) -> None:
         scales[number] = scale[:, 0]
     setattr(module, name, nn.Parameter(rounded, requires_grad=False))
     module.register_buffer(f"{name}_scale", scales, persistent=False)
-    module.gradients = gradients
 
 
 def adopt(module: ExpertWeights, base: ExpertWeights) -> None:
@@ -73,16 +70,14 @@ def adopt(module: ExpertWeights, base: ExpertWeights) -> None:
         if scale is not None:
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
             module.register_buffer(f"{name}_scale", scale, persistent=False)
-    module.gradients = base.gradients
 
 
 class _Product(torch.autograd.Function):
     """Gradients go to the rows: the weights are frozen."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, scale: Tensor, ends: Tensor, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(weight, scale, ends)
-        ctx.gradients = gradients
         return _multiply(rows, weight, scale, ends)
 
     @staticmethod
@@ -92,12 +87,8 @@ class _Product(torch.autograd.Function):
         (grad,) = grads
         numbers = torch.searchsorted(ends, torch.arange(len(grad), device=grad.device, dtype=ends.dtype), right=True)
         scaled = (grad.float() * scale[numbers]).to(grad.dtype)
-        if ctx.gradients == "fp8":
-            ones = torch.ones(weight.shape[0], weight.shape[2], device=grad.device)
-            into = _multiply(scaled, weight.transpose(1, 2).contiguous(), ones, ends)
-        else:
-            into = F.grouped_mm(scaled, weight.to(grad.dtype), offs=ends)
-        return into, None, None, None, None
+        ones = torch.ones(weight.shape[0], weight.shape[2], device=grad.device)
+        return _multiply(scaled, weight.transpose(1, 2).contiguous(), ones, ends), None, None, None
 
 
 def _multiply(rows: Tensor, weight: Tensor, scale: Tensor, ends: Tensor) -> Tensor:

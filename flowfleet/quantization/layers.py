@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flowfleet.hardware import devices
 from flowfleet.quantization import adapted, experts
-from flowfleet.quantization.products import Gradients, fp8_linear, fp8_trained_linear
+from flowfleet.quantization.products import fp8_linear, fp8_trained_linear
 from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 
 MIN_SIZE = int(os.environ.get("FLOWFLEET_FP8_MIN_SIZE", "1024"))
@@ -49,12 +49,9 @@ class Fp8Base(Fp8Linear):
 
     fp8_ones: Tensor
     """(1, in_features) float32: to make them for each backward would launch a kernel every time."""
-    gradients: Gradients = "fp8"
 
     def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
-        return fp8_linear(
-            input, self.weight, self.fp8_scale, self.bias, rows=rows, gradients=self.gradients, ones=self.fp8_ones
-        )
+        return fp8_linear(input, self.weight, self.fp8_scale, self.bias, rows=rows, ones=self.fp8_ones)
 
 
 class Fp8Trained(Fp8Linear):
@@ -135,12 +132,12 @@ def full_precision(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8", min_size: int | None = None) -> int:
+def replace_weights(blocks: Iterable[nn.Module], *, min_size: int | None = None) -> int:
     """Rounds the weights of large linears and experts to float8, which replaces them, one at a time; returns how many
     linears. Layers of vLLM get copies instead. What is a float8 base already stays as it is."""
     count, blocks = 0, list(blocks)
     for module, name in large_experts(blocks, min_size):
-        experts.replace(module, name, gradients)
+        experts.replace(module, name)
     for linear in list(large_linears(blocks, min_size)):
         if isinstance(linear, Fp8Base):
             continue
@@ -155,7 +152,6 @@ def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8"
         linear.weight = nn.Parameter(quantized, requires_grad=False)
         cast(Tensor, linear.fp8_scale).copy_(scale.t())
         linear.__class__ = Fp8Base
-        cast(Fp8Base, linear).gradients = gradients
     return count
 
 
@@ -174,7 +170,6 @@ def adopt(linear: nn.Linear, base: Fp8Base) -> None:
     linear.register_buffer("fp8_scale", base.fp8_scale, persistent=False)
     linear.register_buffer("fp8_ones", base.fp8_ones, persistent=False)
     linear.__class__ = Fp8Base
-    cast(Fp8Base, linear).gradients = base.gradients
 
 
 def large_linears(blocks: Iterable[nn.Module], min_size: int | None = None) -> Iterator[nn.Module]:

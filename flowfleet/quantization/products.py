@@ -8,14 +8,13 @@ transposed copy is made for that product alone, a layer at a time.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from flowfleet.quantization.rows import Rows, quantize_rows
 
-Gradients = Literal["fp8", "bf16"]
 """In what the backward multiplies."""
 FEWEST_ROWS: Final = 64
 """Fewer are padded to so many: cuBLAS refuses up to 40 where 12,288 numbers are summed and a bias is added."""
@@ -28,7 +27,6 @@ def fp8_linear(
     bias: Tensor | None,
     *,
     rows: Rows | None = None,
-    gradients: Gradients = "fp8",
     ones: Tensor | None = None,
 ) -> Tensor:
     """x Wᵀ + b in the dtype of `x`, with x quantized row by row.
@@ -39,12 +37,11 @@ def fp8_linear(
         weight_scale: (1, N) float32; weight * weight_scaleᵀ is what was quantized.
         bias: (N,) of the dtype of `x`, or None.
         rows: x quantized already, where several linears share it.
-        gradients: of the product for the gradient of `x`.
-        ones: (1, K) float32, the scales of that product; made each time where they are not given.
+        ones: (1, K) float32, scales of the product for the gradient of `x`; made each time where they are not given.
     """
     flat = x.reshape(-1, x.shape[-1])
     quantized, scale = quantize_rows(flat.detach()) if rows is None else rows
-    product: Tensor = _Product.apply(flat, quantized, scale, weight, weight_scale, bias, gradients, ones)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(flat, quantized, scale, weight, weight_scale, bias, ones)  # type: ignore[no-untyped-call]
     return product.reshape(*x.shape[:-1], len(weight))
 
 
@@ -58,22 +55,15 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         weight_scale: Tensor,
         bias: Tensor | None,
-        gradients: Gradients,
         ones: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(weight, weight_scale, ones)
-        ctx.gradients = gradients
         return multiply(quantized, scale, weight, weight_scale, x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         weight, weight_scale, ones = ctx.saved_tensors
-        grad = grads[0]
-        if ctx.gradients == "fp8":
-            into = _gradient(grad, weight, weight_scale, ones)
-        else:
-            into = (grad * weight_scale).to(grad.dtype) @ weight.to(grad.dtype)
-        return into, None, None, None, None, None, None, None
+        return _gradient(grads[0], weight, weight_scale, ones), None, None, None, None, None, None
 
 
 def fp8_trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rows: Rows | None = None) -> Tensor:

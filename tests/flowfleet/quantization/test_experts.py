@@ -12,7 +12,6 @@ from flowfleet.planning.live import LiveBytes
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from flowfleet.quantization import layers
 from flowfleet.quantization.experts import ExpertWeights, grouped_product, replace
-from flowfleet.quantization.products import Gradients
 from flowfleet.quantization.rows import FP8
 from services.rollout.engines.acceleration import accelerate, blocks
 from services.rollout.engines.by_blocks import load_by_blocks
@@ -35,11 +34,10 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("gradients", "closest"), [("fp8", 0.998), ("bf16", 0.9999)])
-def test_products_and_gradients_are_those_of_the_rounded_matrices(gradients: Gradients, closest: float) -> None:
+def test_products_and_gradients_are_those_of_the_rounded_matrices() -> None:
     module, ends = Matrices(), torch.tensor(ENDS, dtype=torch.int32)
     plain = module.weight.double()
-    replace(module, "weight", gradients)
+    replace(module, "weight")
     exact = module.weight.double() * module.weight_scale.double().unsqueeze(-1)  # type: ignore[operator]
     assert ((exact - plain).abs() <= plain.abs().amax(2, keepdim=True) / 16).all()
     rows, grad = random(ENDS[-1], INNER, seed=2).bfloat16().requires_grad_(), random(ENDS[-1], OUTER, seed=3).bfloat16()
@@ -49,8 +47,8 @@ def test_products_and_gradients_are_those_of_the_rounded_matrices(gradients: Gra
     product = torch.stack([exact[expert] @ row for expert, row in zip(owner, rows.detach().double(), strict=True)])
     back = torch.stack([row @ exact[expert] for expert, row in zip(owner, grad.double(), strict=True)])
     assert rows.grad is not None
-    for seen, wanted, least in ((out.detach(), product, 0.998), (rows.grad, back, closest)):
-        assert float(torch.nn.functional.cosine_similarity(seen.double().flatten(), wanted.flatten(), dim=0)) > least
+    for seen, wanted in ((out.detach(), product), (rows.grad, back)):
+        assert float(torch.nn.functional.cosine_similarity(seen.double().flatten(), wanted.flatten(), dim=0)) > 0.998
         assert float(seen.double().norm() / wanted.norm()) == pytest.approx(1, abs=0.01)
 
 

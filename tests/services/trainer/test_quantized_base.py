@@ -12,7 +12,7 @@ from services.rollout.engines.acceleration import blocks
 from services.trainer.model.engine import lora_spec, model_spec
 from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import JOB, Drawer, make_spec
-from tests.services.trainer.workers import engine_of, make_worker, state_of
+from tests.services.trainer.workers import make_worker, state_of
 from tests.tiny_models import make_tiny
 
 
@@ -31,8 +31,6 @@ def test_the_trainer_recomputes_the_rollouts_log_probs_bit_for_bit(
     drawer = Drawer(spec)
     assert layers.replace_weights(blocks(drawer.adapter.transformer).values()) > 0
     worker = make_worker(spec, ranks, files, tmp_path)
-    bases = [module for module in engine_of(worker).experts["transformer"].modules() if hasattr(module, "gradients")]
-    assert {base.gradients for base in bases} == {"fp8"}
     for step in range(2):  # in the second the adapter is more than nothing
         before = state_of(worker)
         drawer.load(before, lora_spec(spec))
