@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 from flowfleet.client.client import Client
 from flowfleet.job.files import changed_job, prepare_job
+from flowfleet.job.migration import today
 from flowfleet.job.spec import JobSpec, parse_job
 
 
@@ -34,7 +34,7 @@ def continued(client: Client, origin: str, file: Path | None = None, changes: Se
     if step not in steps:
         kept = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"job {job.id} has no checkpoint of step {text or 'any'}; kept are: {kept}")
-    data = copy.deepcopy(job.spec)
+    data = today(job.spec)
     data["model"]["adapter"] = None
     changes = (f"trainer.resume=job:{job.id}@{step}", *changes)
     return parse_job(changed_job(data, changes, [Path.cwd()] if client.same_files else []))

@@ -103,6 +103,12 @@ def migrated(spec: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return moved, reasons
 
 
+def today(spec: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a stored job to make a new one of, without settings that are gone."""
+    copied: dict[str, Any] = migrated(spec)[0] if is_first_format(spec) else _copied(spec)
+    return copied
+
+
 def as_first_format(spec: dict[str, Any]) -> dict[str, Any]:
     """A job of today as format 0 had it, complete with defaults."""
     old: dict[str, Any] = _copied(spec)

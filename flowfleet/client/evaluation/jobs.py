@@ -21,6 +21,7 @@ from flowfleet.client.evaluation.comparison import Evaluated
 from flowfleet.client.types import ApiError, Job, JobStatus
 from flowfleet.job.adapter_files import lora_settings
 from flowfleet.job.files import changed_job, find_job_file
+from flowfleet.job.migration import today
 from flowfleet.job.setting_files import put
 from flowfleet.job.spec import JobSpec, parse_job, read_job_file
 
@@ -111,7 +112,7 @@ def _settings(
         folders += path.resolve().parents if is_here else []
     elif origin is not None:
         job = client.find(origin.partition("@")[0])
-        data = copy.deepcopy(job.spec)
+        data = today(job.spec)
         data["rewards"] = job.rewards.newest.rewards or data["rewards"]
     else:
         raise ValueError("give a job file, or the job to evaluate by --from ID")
