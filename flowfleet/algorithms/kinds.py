@@ -24,8 +24,6 @@ class Kind:
     samples: Literal["steps", "final", "tokens"]
     """What a sample keeps. steps: its noisy steps. final: its final latents. tokens: what was written, for models that
     write text."""
-    trains_on: str
-    """What they train on, for the docs."""
     has_ratio: bool = False
     """They have a ratio to the policy that sampled, so that a sampler of other numerics (float8, a merged adapter,
     another engine) needs a correction. All others take samples of any sampler as they are."""
@@ -33,8 +31,6 @@ class Kind:
     """A sample counts by its rewards. A teacher needs none."""
     follows_gradients: bool = False
     """They follow the gradient of a reward: the trainer asks for it."""
-    needs: str = ""
-    """What they need, for the docs."""
 
     @property
     def writes_tokens(self) -> bool:

@@ -49,7 +49,6 @@ register_kind(
         DistillationSettings,
         "services.trainer.step.objectives.distillation:DistillationObjective",
         "steps",
-        "noisy steps of any sampler",
         reads_rewards=False,
     )
 )
@@ -59,9 +58,7 @@ register_kind(
         GradientSettings,
         "services.trainer.step.objectives.gradient:GradientObjective",
         "final",
-        "any sampler's, and a reward's gradient",
         follows_gradients=True,
-        needs="rewards with gradients; pictures; one update a step",
     )
 )
 

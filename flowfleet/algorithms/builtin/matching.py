@@ -94,7 +94,6 @@ register_kind(
         MatchingSettings,
         "services.trainer.step.objectives.matching:MatchingObjective",
         "final",
-        "any sampler's",
     )
 )
 

@@ -47,7 +47,6 @@ register_kind(
         PolicySettings,
         "services.trainer.step.objectives.policy:PolicyObjective",
         "steps",
-        "the policy's noisy steps",
         has_ratio=True,
     )
 )

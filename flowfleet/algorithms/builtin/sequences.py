@@ -55,7 +55,6 @@ register_kind(
         SequenceSettings,
         "services.trainer.step.objectives.sequence:SequenceObjective",
         "tokens",
-        "the policy's tokens",
         has_ratio=True,
     )
 )
