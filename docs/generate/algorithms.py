@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from docs.generate.markdown import rewrite, table
-from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
 from flowfleet.job.spec import NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
@@ -51,10 +51,18 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
         window = f"`{strategy}`, 1 step of the last quarter"
     elif is_ode:
         step, window = "ODE", "–"
-    others = LOSSES[algorithm.loss].elsewhere | dict(algorithm.defaults)
+    loss = LOSSES[algorithm.loss]
+    others = _own(loss) | loss.elsewhere | dict(algorithm.defaults)
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
     return [f"`{algorithm.name}`", title, step, window, f"`{algorithm.loss}`", _listed(also)]
+
+
+def _own(loss: Loss) -> dict[str, Any]:
+    """Settings that other losses read too, to the defaults that this one declares."""
+    shared = [name for name in loss.model.__annotations__ if sum(one.model.reads(name) for one in LOSSES.values()) > 1]
+    defaults = {f"algorithm.{name}": loss.model.model_fields[name].default for name in shared}
+    return {name: value for name, value in defaults.items() if not isinstance(value, BaseModel)}
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:
