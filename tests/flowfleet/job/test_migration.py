@@ -47,7 +47,7 @@ def test_a_changed_setting_that_is_gone_is_a_reason_not_to_continue(name: str) -
     assert JobSpec.model_validate(spec).name == "job"
     with pytest.raises(ValueError, match=name):
         JobSpec.model_validate(stored(GONE[name]))
-    assert parse_job(today(stored(GONE[name]))).name == "job"  # a new job goes on without it
+    assert parse_job(today(stored(GONE[name]))).name == "job"  # a new job continues without it
 
 
 def test_a_setting_of_another_loss_is_refused_however_it_is_written() -> None:
