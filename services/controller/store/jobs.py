@@ -8,7 +8,6 @@ from typing import Any
 
 from flowfleet.client.types import Desired, JobStatus, Progress
 from flowfleet.errors import Conflict, Gone, NotFound
-from flowfleet.job.migration import as_first_format
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.events import add_event, encode

@@ -133,5 +133,5 @@ def _adapters(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Setting and place of each adapter that the job starts or learns from."""
     if spec.model.adapter is not None:
         yield "model.adapter", spec.model.adapter
-    for name, teacher in spec.algorithm.teachers.items():
+    for name, teacher in spec.teachers.items():
         yield f"algorithm.teachers.{name}.adapter", teacher.adapter

@@ -48,7 +48,7 @@ def _is_readable(path: Path) -> bool:
 
 def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
     rollout = spec.rollout
-    if kind := sequences.refusal(family, spec.loss.kind):
+    if kind := sequences.refusal(family, spec.loss):
         yield f"algorithm.loss = {spec.loss.name}: {kind}"
     if rollout.num_frames > 1 and family.modality == "image":
         videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"

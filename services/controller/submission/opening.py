@@ -49,13 +49,13 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
         adapter = str(exported_folder(folder) if spec.is_evaluation else folder)
     teachers = {
         name: part.model_copy(update={"adapter": str(sources.places.model(part.adapter, may_be_gone=True))})
-        for name, part in spec.algorithm.teachers.items()
+        for name, part in spec.teachers.items()
     }
     resume = spec.trainer.resume
     if resume is not None:
         resume = str(sources.places.checkpoint(resume, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
-    algorithm = spec.algorithm.model_copy(update={"teachers": teachers})
+    algorithm = spec.algorithm.model_copy(update={"teachers": teachers} if teachers else {})
     trainer = spec.trainer.model_copy(update={"resume": resume})
     training = [read.get(source.setting, []) for source in spec.data.each]
     held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]

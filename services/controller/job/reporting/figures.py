@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flowfleet.algorithms.advantages import AdvantageStats
+from flowfleet.algorithms.settings import KlRewardSettings
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.batch import Batch, Scored
 from services.controller.job.credit import Credit, credits_of
@@ -64,7 +65,7 @@ def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:
 
 
 def _kl_metrics(spec: JobSpec, scored: Sequence[Scored]) -> dict[str, float]:
-    if not spec.algorithm.kl_reward or not scored:
+    if not spec.algorithm.of(KlRewardSettings).kl_reward or not scored:
         return {}
     return {"critic/reference_kl/mean": _mean([sample.reference_kl for sample in scored])}
 

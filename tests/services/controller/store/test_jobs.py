@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from flowfleet.client.types import Checkpoint, Desired, JobStatus
-from flowfleet.errors import Conflict, NotFound, OtherFormat
+from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
-from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.store.ids import new_job_id
 from services.controller.store.records import Action, from_epoch
