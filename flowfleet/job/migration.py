@@ -1,8 +1,7 @@
 """Reads jobs that earlier releases stored: a table of settings of format 0 to one of today.
 
 Format 0 named every setting of every loss, and settings that are gone. It is known by its keys, so that a record, an
-archive and a client of that release are all read. `as_first_format` goes back, for digests that are older than a
-controller.
+archive and a client of that release are all read.
 """
 
 from __future__ import annotations
@@ -107,20 +106,6 @@ def today(spec: dict[str, Any]) -> dict[str, Any]:
     """A copy of a stored job to make a new one of, without settings that are gone."""
     copied: dict[str, Any] = migrated(spec)[0] if is_first_format(spec) else _copied(spec)
     return copied
-
-
-def as_first_format(spec: dict[str, Any]) -> dict[str, Any]:
-    """A job of today as format 0 had it, complete with defaults."""
-    old: dict[str, Any] = _copied(spec)
-    part = spec["algorithm"]
-    given = {name: value for name, value in _given(part).items() if name not in part}
-    old["algorithm"] = _copied(ALGORITHM) | given | _copied(part)
-    for name, default in _removed(part["loss"]).items():
-        *tables, key = name.split(".")
-        _table(old, tables)[key] = default
-    for source in old["data"]["sources"]:
-        source |= dict.fromkeys(_OF_SOURCES)
-    return old
 
 
 def _is_unread(loss: Loss, part: dict[str, Any], name: str, value: Any) -> bool:
