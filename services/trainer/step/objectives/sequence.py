@@ -140,7 +140,7 @@ class SequenceObjective:
         part = self._part.correction
         if part.mode == "none":
             return None
-        found: list[Correction] = [
+        corrections: list[Correction] = [
             correct(part, own[:, None], rollout[:, None], bypass=bypass)
             for own, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
         ]
