@@ -9,8 +9,8 @@ import typer.core
 from pydantic import ValidationError
 from rich.markup import escape
 
+from flowfleet.api.problems import ApiError
 from flowfleet.cli.options import err
-from flowfleet.client.types import ApiError
 from flowfleet.local.stack import StackError
 
 EXTRAS: Final = {

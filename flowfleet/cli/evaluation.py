@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from flowfleet.api.jobs import JobStatus
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
 from flowfleet.cli.samples.command import ROOM_BYTES, media_of
 from flowfleet.client.client import Client
 from flowfleet.client.evaluation import evaluate
 from flowfleet.client.evaluation.comparison import TOTAL, Estimate, Evaluated, as_json, columns
-from flowfleet.client.types import JobStatus
 
 if TYPE_CHECKING:
     from flowfleet.cli.samples.page import Shown

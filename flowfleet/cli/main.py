@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from flowfleet import hub
+from flowfleet.api.jobs import Job
 from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.doctor.command import doctor
@@ -27,7 +28,6 @@ from flowfleet.cli.trying.command import try_reward
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
-from flowfleet.client.types import Job
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job, shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.models.registry import Engine

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from flowfleet import hub
+from flowfleet.api.jobs import Job
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client import Client
-from flowfleet.client.types import Job
 from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
 
 Step = Annotated[int | None, typer.Option(min=0, help="A kept checkpoint's; default: the longest trained model.")]

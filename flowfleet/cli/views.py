@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flowfleet.api.fleet import Fleet
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 from flowfleet.cli.options import out, tell
 from flowfleet.client.progress import duration, number
-from flowfleet.client.types import Fleet, Job, Sample
 from flowfleet.client.uploading import value_at
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import Stack

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flowfleet.api.votes import VoteReport
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell
 from flowfleet.cli.rewards.command import ShowGroup
 from flowfleet.cli.views import table
-from flowfleet.client.votes import VoteReport
 
 app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show and export people's votes on a job's samples.")
 

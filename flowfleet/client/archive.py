@@ -19,17 +19,10 @@ from typing import Final, TypeVar
 
 import fsspec
 
-from flowfleet.client.types import (
-    EXTENSIONS,
-    Answer,
-    Checkpoint,
-    Job,
-    JobEvent,
-    MetricsRow,
-    RewardRevision,
-    Sample,
-    read,
-)
+from flowfleet.api.answers import Answer, read
+from flowfleet.api.jobs import Checkpoint, Job, JobEvent, MetricsRow
+from flowfleet.api.rewards import RewardRevision
+from flowfleet.api.samples import EXTENSIONS, Sample
 from flowfleet.errors import NotFound
 
 COMPLETE: Final = "complete.json"

@@ -25,22 +25,17 @@ from urllib.parse import quote
 
 import httpx
 
+from flowfleet.api.access import Upload
+from flowfleet.api.answers import read
+from flowfleet.api.fleet import Fleet
+from flowfleet.api.jobs import Checkpoint, Job, JobEvent, MetricsRow
+from flowfleet.api.problems import ApiError
+from flowfleet.api.rewards import Rewards
+from flowfleet.api.samples import Sample
 from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
 from flowfleet.client.download import download
 from flowfleet.client.frames import metrics_frame, picture, samples_frame
 from flowfleet.client.transport import Query
-from flowfleet.client.types import (
-    ApiError,
-    Checkpoint,
-    Fleet,
-    Job,
-    JobEvent,
-    MetricsRow,
-    Rewards,
-    Sample,
-    Upload,
-    read,
-)
 from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
 from flowfleet.client.voting import AsyncVoting
 from flowfleet.filesystem import filesystem_id

@@ -18,9 +18,9 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
+from flowfleet.api.samples import Sample
 from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.client.connection import TIMEOUT_S
-from flowfleet.client.types import Sample
 from flowfleet.process.portal import each, run
 
 P = ParamSpec("P")

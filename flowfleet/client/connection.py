@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from flowfleet.client.types import ApiError, SettingProblem, read
+from flowfleet.api.answers import read
+from flowfleet.api.problems import ApiError, SettingProblem
 
 URL = "FLOWFLEET_URL"
 API_KEY = "FLOWFLEET_API_KEY"

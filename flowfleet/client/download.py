@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
-from flowfleet.client.types import ApiError
+from flowfleet.api.problems import ApiError
 from flowfleet.job.model_files import MANIFEST, ModelFile, ModelManifest, check_name, read_manifest
 
 MARK: Final = ".flowfleet-download"

@@ -6,7 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowfleet.client.types import MetricsRow, Sample
+from flowfleet.api.jobs import MetricsRow
+from flowfleet.api.samples import Sample
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.client.types import Job, JobEvent, JobStatus, Progress, read
+from flowfleet.api.answers import read
+from flowfleet.api.jobs import Job, JobEvent, JobStatus, Progress
 
 LIVE_HZ = 4
 ENDS = {str(status) for status in JobStatus if status.terminal}

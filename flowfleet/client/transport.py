@@ -11,6 +11,8 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from flowfleet.api.answers import Answer, read
+from flowfleet.api.jobs import JobEvent
 from flowfleet.client.connection import (
     AWAY,
     PAGE_SIZE,
@@ -25,7 +27,6 @@ from flowfleet.client.connection import (
     unreachable,
 )
 from flowfleet.client.sse import EventParser
-from flowfleet.client.types import Answer, JobEvent, read
 
 T = TypeVar("T", bound=Answer)
 Query = dict[str, str | int]

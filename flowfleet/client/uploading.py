@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowfleet.client.types import SettingProblem
+from flowfleet.api.problems import SettingProblem
 
 _PIECE = 1 << 20
 

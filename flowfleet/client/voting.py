@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from flowfleet.client.transport import AsyncTransport, Query
-from flowfleet.client.types import ApiError, read
-from flowfleet.client.votes import (
+from flowfleet.api.answers import read
+from flowfleet.api.problems import ApiError
+from flowfleet.api.votes import (
     Asked,
     Choice,
     Exported,
@@ -25,6 +25,7 @@ from flowfleet.client.votes import (
     VoteSide,
     keep,
 )
+from flowfleet.client.transport import AsyncTransport, Query
 
 
 class AsyncVoting(AsyncTransport):

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flowfleet.api.jobs import Job, JobEvent, MetricsRow
+from flowfleet.api.samples import Sample
 from flowfleet.client.client import Client
-from flowfleet.client.types import Job, JobEvent, MetricsRow, Sample
 from flowfleet.demo.plots import Curve, Pair
 from flowfleet.demo.statistics import paired_bootstrap
 from flowfleet.media.files import Frames, decode_media

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from flowfleet.api.jobs import Job, JobEvent
 from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
-from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job

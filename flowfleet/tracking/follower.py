@@ -13,9 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from flowfleet.api.jobs import Job, JobEvent, MetricsRow
+from flowfleet.api.problems import ApiError
+from flowfleet.api.samples import Sample
 from flowfleet.client import Client
 from flowfleet.client.connection import AWAY
-from flowfleet.client.types import ApiError, Job, JobEvent, MetricsRow, Sample
 from flowfleet.tracking.place import Place, State
 from flowfleet.tracking.tracker import Histogram, Picture, Tracker, Values, temporary_folder
 

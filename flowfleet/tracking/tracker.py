@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
 
 SUFFIXES: Final[Mapping[str, str]] = {

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
 from flowfleet.tracking.tracker import (
     COLUMNS,

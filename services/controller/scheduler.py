@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.client.archive import Archive
-from flowfleet.client.types import Desired, JobStatus
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.job.spec import JobSpec

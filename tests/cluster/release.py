@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from flowfleet.api.jobs import Job
 from flowfleet.client import Client
-from flowfleet.client.types import Job
 from tests.cluster.conftest import CHART, Cluster, run
 
 PREFIX, TAG = os.environ.get("PREFIX", "localhost/"), os.environ.get("TAG", "0.1.0")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from flowfleet.api.jobs import Job
 from flowfleet.client import Client
-from flowfleet.client.types import Job
 from flowfleet.job.spec import read_job_file
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.prometheus import Prometheus

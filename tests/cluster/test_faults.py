@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from flowfleet.api.jobs import Job
 from flowfleet.client import Client
-from flowfleet.client.types import Job
 from flowfleet.job.spec import read_job_file
 from services.trainer.beats import OUTSIDE_S
 from tests.cluster.conftest import Cluster, run

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from flowfleet.api.jobs import Job, MetricsRow
 from flowfleet.client.client import Client
-from flowfleet.client.types import Job, MetricsRow
 from flowfleet.job.spec import read_job_file
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet
 from tests.e2e.test_kills import kill_trainer_agent
 from tests.faults.job import weights_hash

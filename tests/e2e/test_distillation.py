@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet, assert_accounted
 
 MakeJob = Callable[..., dict[str, Any]]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flowfleet.api.samples import Sample
 from flowfleet.cli import main as cli
-from flowfleet.client.types import Sample
 from tests.e2e.conftest import Fleet
 
 pytestmark = pytest.mark.long

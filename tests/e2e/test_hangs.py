@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.test_kills import SAMPLES, evaluated
 from tests.waiting import wait_until

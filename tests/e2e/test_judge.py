@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from flowfleet.api.samples import Sample
 from flowfleet.client.client import Client
-from flowfleet.client.types import Sample
 from recipes.tiny_vlm.model import TinyVlm, make_tiny_vlm
 from recipes.tiny_vlm.teach import RUBRIC, Lessons, conversation, teach
 from services.reward.judge.rubrics import load_rubric

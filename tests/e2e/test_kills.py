@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.waiting import wait_until
 

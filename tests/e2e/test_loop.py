@@ -12,7 +12,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from flowfleet.client.types import Job, MetricsRow
+from flowfleet.api.jobs import Job, MetricsRow
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.waiting import wait_until
 

@@ -12,8 +12,8 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
+from flowfleet.api.jobs import Job
 from flowfleet.client.continuing import continued
-from flowfleet.client.types import Job
 from tests.e2e.conftest import ROOT, Fleet
 from tests.waiting import wait_until
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import ROOT, Fleet
 from tests.examples import reward_node

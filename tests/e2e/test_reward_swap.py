@@ -21,7 +21,9 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.client.types import ApiError, Job, Rewards
+from flowfleet.api.jobs import Job
+from flowfleet.api.problems import ApiError
+from flowfleet.api.rewards import Rewards
 from flowfleet.local.plan import REWARDS_FILE
 from flowfleet.local.ports import free_ports
 from flowfleet.proto import reward_pb2, reward_pb2_grpc

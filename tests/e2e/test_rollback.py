@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 from safetensors.torch import load_file
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.local.stack import StateDir
 from flowfleet.redis.append_only import Position, cut, position
 from tests.e2e.conftest import Fleet, assert_accounted

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flowfleet.api.jobs import Job
 from flowfleet.client.client import Client
-from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.test_kills import kill_controller, kill_trainer_agent, kill_trainer_rank
 from tests.waiting import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import ROOT, Fleet, assert_accounted
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import redis
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet
 from tests.waiting import wait_until
 

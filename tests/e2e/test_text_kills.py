@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e import test_text as text
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.test_kills import curve, kill_controller, kill_redis, kill_rollout, kill_trainer_rank

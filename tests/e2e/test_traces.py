@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from flowfleet.process.traces import StepIds
 from tests.collector import Collector, Seen, collector
 from tests.e2e.conftest import Fleet

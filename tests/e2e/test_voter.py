@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowfleet.client.votes import VotePair, VoteSide
+from flowfleet.api.votes import VotePair, VoteSide
 from flowfleet.media.files import encode_media
 from tests.e2e.voter import Voter, rise, warmth
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.api.jobs import Job
 from tests.e2e.conftest import Fleet
 from tests.e2e.voter import Voter, train
 from tests.waiting import wait_until

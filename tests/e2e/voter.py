@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowfleet.api.problems import ApiError
+from flowfleet.api.votes import Choice, VotePair
 from flowfleet.client.client import Client
-from flowfleet.client.types import ApiError
-from flowfleet.client.votes import Choice, VotePair
 from flowfleet.job.files import RECIPES, data_folders, prepare_job
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack

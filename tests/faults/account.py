@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flowfleet.client.types import Job, Sample
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 from flowfleet.job.spec import JobSpec
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import redis
 
+from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
-from flowfleet.client.types import ApiError
 from flowfleet.local.supervision.health import serves
 from tests.faults.faults import STRIKES, Struck
 from tests.faults.schedule import Fault

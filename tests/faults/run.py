@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowfleet.api.jobs import Job
 from flowfleet.client import Client
-from flowfleet.client.types import Job
 from flowfleet.job.spec import JobSpec
 from tests.faults.account import Samples, account
 from tests.faults.injector import Entry, Injector

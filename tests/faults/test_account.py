@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flowfleet.client.types import Job, Progress, Sample
+from flowfleet.api.jobs import Job, Progress
+from flowfleet.api.samples import Sample
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.common_pb2 import Sample as SampleMessage
 from flowfleet.proto.common_pb2 import SampleId

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from flowfleet.client.types import TERMINAL
+from flowfleet.api.jobs import TERMINAL
 
 POLL_S = 0.01
 TIMEOUT_S = 2.0

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
+from flowfleet.api.fleet import Fleet
+from flowfleet.api.problems import ApiError
 from flowfleet.cli.doctor.finding import Finding, note, ok, problem
 from flowfleet.client.client import Client
-from flowfleet.client.types import ApiError, Fleet
 
 CONNECT_S: Final = 2.0
 

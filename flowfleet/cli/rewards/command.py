@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flowfleet.api.rewards import Distribution, RewardRevision, Rewards, ShadowComparison
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.cli.views import table
 from flowfleet.client.progress import number
-from flowfleet.client.types import Distribution, RewardRevision, Rewards, ShadowComparison
 from flowfleet.job.setting_files import put
 
 WAIT_S = 600.0

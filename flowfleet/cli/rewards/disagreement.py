@@ -16,7 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
-from flowfleet.client.types import Sample
+from flowfleet.api.samples import Sample
 from flowfleet.ranks import ranks
 
 Group = tuple[int, ...]

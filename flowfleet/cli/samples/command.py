@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from flowfleet.api.jobs import Job
+from flowfleet.api.problems import ApiError
+from flowfleet.api.samples import EXTENSIONS, Sample
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client.client import Client
-from flowfleet.client.types import EXTENSIONS, ApiError, Job, Sample
 
 if TYPE_CHECKING:
     from flowfleet.cli.rewards.disagreement import Disagreement

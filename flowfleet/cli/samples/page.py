@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 from flowfleet.cli.rewards.disagreement import rewards_of
 from flowfleet.client.progress import number
-from flowfleet.client.types import Job, Sample
 
 _STYLE: Final = Path(__file__).with_name("page.css")
 _POLICY: Final = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"

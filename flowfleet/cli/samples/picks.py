@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from flowfleet.client.types import Sample
+from flowfleet.api.samples import Sample
 
 
 def picks(samples: Iterable[Sample], num: int, *, best: bool) -> list[Sample]:

@@ -12,12 +12,13 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
 from flowfleet.cli.rewards.check import pairs
 from flowfleet.cli.views import table
 from flowfleet.client.client import Client
 from flowfleet.client.progress import number
-from flowfleet.client.types import Job, Sample
 from flowfleet.job.spec import parse_job
 
 if TYPE_CHECKING:

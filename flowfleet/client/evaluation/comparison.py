@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Final
 
-from flowfleet.client.types import Job, Sample
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 
 TOTAL: Final = "reward"
 """The column of the composed reward; those of single rewards have their names."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowfleet import hub
+from flowfleet.api.jobs import Job, JobStatus
+from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
 from flowfleet.client.evaluation.comparison import Evaluated
-from flowfleet.client.types import ApiError, Job, JobStatus
 from flowfleet.job.adapter_files import lora_settings
 from flowfleet.job.files import changed_job, find_job_file
 from flowfleet.job.migration import today

@@ -11,8 +11,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+from flowfleet.api.problems import ApiError
 from flowfleet.client.download import MARK
-from flowfleet.client.types import ApiError
 
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from flowfleet.client.overview import Alert, JobRow
-from flowfleet.client.types import Fleet, Health, JobStatus
+from flowfleet.api.fleet import Fleet, Health
+from flowfleet.api.jobs import JobStatus
+from flowfleet.api.overview import Alert, JobRow
 
 LIVE = (Health.IDLE, Health.SERVING, Health.UPDATING)
 DROPPED = 0.1

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowfleet.client.types import Right
+from flowfleet.api.access import Right
 from flowfleet.process.service import is_loopback
 from flowfleet.redis.trouble import trouble
 from services.controller.api.keys import ANYONE, Holder, Keys

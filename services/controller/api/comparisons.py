@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from flowfleet.client.types import Comparison, Purpose
+from flowfleet.api.rewards import Comparison
+from flowfleet.api.samples import Purpose
 from flowfleet.lru import LruCache
 from services.controller.rewards.comparison import compare
 from services.controller.store.store import Store

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import AfterValidator
 from redis.asyncio import Redis
 
-from flowfleet.client.types import Answer, JobStatus
+from flowfleet.api.answers import Answer
+from flowfleet.api.jobs import JobStatus
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.api.comparisons import Comparisons

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
-from flowfleet.client.overview import JobRow
-from flowfleet.client.types import JobEvent
+from flowfleet.api.jobs import JobEvent
+from flowfleet.api.overview import JobRow
 from flowfleet.errors import Gone, NotFound
 from flowfleet.lru import LruCache
 from services.controller.api.keys import Holder

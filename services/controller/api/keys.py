@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowfleet.client.types import Right
+from flowfleet.api.access import Right
 
 log = logging.getLogger(__name__)
 

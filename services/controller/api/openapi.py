@@ -9,8 +9,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from flowfleet.client.types import Problem
-from flowfleet.client.votes import Asked, Ballot
+from flowfleet.api.problems import Problem
+from flowfleet.api.votes import Asked, Ballot
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardChange
 from services.controller.api.problems import MEDIA_TYPE

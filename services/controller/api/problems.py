@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from flowfleet.client.types import Problem, SettingProblem
+from flowfleet.api.problems import Problem, SettingProblem
 from flowfleet.errors import FlowfleetError, http_status
 from flowfleet.redis.trouble import trouble
 from services.controller.submission.problems import InvalidJob

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flowfleet.client.overview import JobRow
-from flowfleet.client.types import Desired, JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.overview import JobRow
 from services.controller.store.records import is_unreadable
 
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.proto import rollout_pb2
 

@@ -20,7 +20,7 @@ from typing import Any, assert_never
 
 import grpc
 
-from flowfleet.client.types import Desired, JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.data.blobs import WORKING_TTL_S
 from flowfleet.data.streams import Delivery, TrajectoryConsumer
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code

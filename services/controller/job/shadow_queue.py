@@ -23,7 +23,7 @@ import prometheus_client as prometheus
 from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
-from flowfleet.client.types import Purpose
+from flowfleet.api.samples import Purpose
 from flowfleet.errors import FlowfleetError
 from flowfleet.job.spec import RewardPart
 from flowfleet.prompts.prompt import Prompt

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from services.controller.fleet.replicas import Replica, num_devices
 from services.controller.job.state_machine import Machine
 from services.controller.metrics.families import Sample

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from pydantic import BaseModel
 
+from flowfleet.api.jobs import JobEvent, MetricsRow
+from flowfleet.api.samples import Purpose
+from flowfleet.api.votes import VoteGroup
 from flowfleet.client.archive import Archive, media_name
-from flowfleet.client.types import JobEvent, MetricsRow, Purpose
-from flowfleet.client.votes import VoteGroup
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, NotFound
 from services.controller.store.records import SampleRecord

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowfleet.client.types import Answer, Comparison, Distribution, FiniteOrNone
+from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.api.rewards import Comparison, Distribution
 from flowfleet.ranks import ranks
 
 Floats = NDArray[np.float64]

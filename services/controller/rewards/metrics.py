@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from flowfleet.client.types import RewardLoad
+from flowfleet.api.fleet import RewardLoad
 from flowfleet.errors import grpc_code
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

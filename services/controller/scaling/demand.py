@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flowfleet.client.types import Desired, JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.redis import keys
 from services.controller.fleet.pool import LOOKAHEAD
 from services.controller.job.state_machine import Machine, Validate

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from flowfleet.client.types import JobEvent
+from flowfleet.api.jobs import JobEvent
 from flowfleet.redis import keys
 from services.controller.store.link import Link, Pipe
 from services.controller.store.notices import notice

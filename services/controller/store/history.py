@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from flowfleet.client.types import Checkpoint, MetricsRow
+from flowfleet.api.jobs import Checkpoint, MetricsRow
 from flowfleet.redis import keys
 from services.controller.store.link import Link
 from services.controller.store.records import Validation

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flowfleet.client.types import Desired, JobStatus, Progress
+from flowfleet.api.jobs import Desired, JobStatus, Progress
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys

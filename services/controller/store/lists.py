@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowfleet.client.overview import Curve, JobRow
-from flowfleet.client.types import JobStatus, read
+from flowfleet.api.answers import read
+from flowfleet.api.jobs import JobStatus
+from flowfleet.api.overview import Curve, JobRow
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.link import Link

@@ -13,7 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowfleet.client.types import Desired, JobRewards, JobStatus, Progress, RewardRevision, read
+from flowfleet.api.answers import read
+from flowfleet.api.jobs import Desired, JobStatus, Progress
+from flowfleet.api.rewards import JobRewards, RewardRevision
 from flowfleet.errors import NotFound
 from services.controller.store.ids import submitted_at
 from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch

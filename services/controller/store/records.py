@@ -14,7 +14,10 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from flowfleet.client.types import Answer, Desired, FiniteOrNone, Job, JobStatus, RewardRevision, Sample
+from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.api.jobs import Desired, Job, JobStatus
+from flowfleet.api.rewards import RewardRevision
+from flowfleet.api.samples import Sample
 from flowfleet.errors import Conflict, OtherFormat
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardSet

@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from flowfleet.client.types import Desired, JobStatus, Purpose
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
 from services.controller.store.link import Link, Pipe
 from services.controller.store.notices import notice

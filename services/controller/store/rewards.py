@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from flowfleet.client.types import Desired, JobStatus, RewardLoad, RewardRevision
+from flowfleet.api.fleet import RewardLoad
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.rewards import RewardRevision
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys

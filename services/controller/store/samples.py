@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfleet.client.types import Purpose
+from flowfleet.api.samples import Purpose
 from flowfleet.errors import NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from flowfleet.client.types import Purpose
+from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
 from services.controller.rewards.comparison import GroupScores
 from services.controller.store.link import Link

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from flowfleet.client.votes import Asked, Ballot, Vote, VoteGroup
+from flowfleet.api.votes import Asked, Ballot, Vote, VoteGroup
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.redis import keys
 from services.controller.store.link import Link, Pipe

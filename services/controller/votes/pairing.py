@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flowfleet.client.votes import Vote, VoteGroup, counted
+from flowfleet.api.votes import Vote, VoteGroup, counted
 
 CHECK_SHARE = 0.1
 """Share of pairs that are shown again to measure voters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flowfleet.client.votes import VoteGroup, counted
+from flowfleet.api.votes import VoteGroup, counted
 from services.controller.votes.pairing import Pair
 
 

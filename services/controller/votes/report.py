@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from flowfleet.client.votes import RewardAgreement, Vote, VoteGroup, Voter, VoteReport, counted
+from flowfleet.api.votes import RewardAgreement, Vote, VoteGroup, Voter, VoteReport, counted
 from services.controller.votes.pairing import lacking
 
 LOW, ENOUGH = 0.6, 10

@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from flowfleet.api.jobs import JobStatus
 from flowfleet.cli import main as cli
 from flowfleet.client.archive import Archive
 from flowfleet.client.client import Client
-from flowfleet.client.types import JobStatus
 from services.controller.store.store import Store
 from tests.flowfleet.cli.test_main import options_of
 from tests.flowfleet.idle_controller import in_store, job_settings

@@ -14,11 +14,13 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from flowfleet.api.fleet import Fleet, ReplicaView, Shortage
+from flowfleet.api.jobs import JobStatus
+from flowfleet.api.rewards import ShadowComparison
 from flowfleet.cli import main as cli
 from flowfleet.cli import views as cli_views
 from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.client.client import Client
-from flowfleet.client.types import Fleet, JobStatus, ReplicaView, ShadowComparison, Shortage
 from flowfleet.data.blobs import open_blobs
 from flowfleet.local.stack import StateDir
 from flowfleet.redis import keys

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.api.jobs import JobStatus
 from flowfleet.client import ApiError, AsyncClient, Client
-from flowfleet.client.types import JobStatus
 from flowfleet.job.model_files import read_manifest
 from services.controller.store.store import Store
 from tests.flowfleet.conftest import IdleController

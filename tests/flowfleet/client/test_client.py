@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from flowfleet.api.jobs import Checkpoint, JobEvent, JobStatus
+from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
 from flowfleet.client.connection import DEFAULT_URL
 from flowfleet.client.sse import EventParser, ServerSentEvent
-from flowfleet.client.types import ApiError, Checkpoint, JobEvent, JobStatus
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
 from services.controller.store.records import SampleRecord

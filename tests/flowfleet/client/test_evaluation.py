@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flowfleet.api.jobs import Job, JobStatus
+from flowfleet.api.problems import ApiError
+from flowfleet.api.samples import Sample
 from flowfleet.cli import main as cli
 from flowfleet.client.client import Client
 from flowfleet.client.evaluation.comparison import Evaluated, as_json, columns
 from flowfleet.client.evaluation.jobs import LORA, evaluate, evaluations
-from flowfleet.client.types import ApiError, Job, JobStatus, Sample
 from flowfleet.job.spec import JobSpec
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings

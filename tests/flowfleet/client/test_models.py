@@ -17,12 +17,13 @@ import torch
 from diffusers import QwenImagePipeline
 from typer.testing import CliRunner
 
+from flowfleet.api.jobs import Checkpoint
+from flowfleet.api.problems import ApiError
 from flowfleet.cli import main as cli
 from flowfleet.client import download as downloads
 from flowfleet.client.client import Client
 from flowfleet.client.download import MARK, download
 from flowfleet.client.models.merging import merge
-from flowfleet.client.types import ApiError, Checkpoint
 from flowfleet.job.model_files import ModelManifest, check_name, read_manifest
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings

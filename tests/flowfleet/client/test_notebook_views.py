@@ -10,10 +10,12 @@ import httpx
 import pytest
 from PIL import Image
 
+from flowfleet.api.answers import read
+from flowfleet.api.jobs import Job, MetricsRow
+from flowfleet.api.samples import Sample
 from flowfleet.client import Client
 from flowfleet.client.connection import DEFAULT_URL, controller_url
 from flowfleet.client.frames import metrics_frame, samples_frame
-from flowfleet.client.types import Job, MetricsRow, Sample, read
 from flowfleet.local.stack import Stack, StateDir
 
 SAMPLE: dict[str, Any] = {"step": 3, "group": 1, "index": 0, "prompt": "a <b>", "reward": 0.5, "scores": {"ocr": 0.5}}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from flowfleet.api.jobs import Job, JobEvent, JobStatus, Progress
 from flowfleet.client.progress import JobView, duration, follow
-from flowfleet.client.types import Job, JobEvent, JobStatus, Progress
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

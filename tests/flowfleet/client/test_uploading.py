@@ -12,9 +12,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from flowfleet.api.problems import ApiError
 from flowfleet.cli.views import show_uploads
 from flowfleet.client import Client, asynchronous
-from flowfleet.client.types import ApiError
 from flowfleet.job.files import prepare_job
 from flowfleet.prompts.uploads import name_of, parts_of, place_of
 from tests.flowfleet.idle_controller import job_settings

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowfleet.api.jobs import JobEvent, JobStatus
 from flowfleet.client.client import Client
-from flowfleet.client.types import JobEvent, JobStatus
 from flowfleet.data.blobs import open_blobs
 from flowfleet.demo.plots import Curve, Pair, before_after, reward_curve, words_of
 from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarize, training_curve

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from flowfleet.api.jobs import JobStatus
 from flowfleet.client import Client
-from flowfleet.client.types import JobStatus
 from flowfleet.data.blobs import open_blobs
 from flowfleet.media.files import encode_media
 from flowfleet.redis import keys

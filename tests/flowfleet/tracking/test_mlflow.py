@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from flowfleet.api.jobs import JobStatus
 from flowfleet.client import Client
-from flowfleet.client.types import JobStatus
 from flowfleet.local.ports import free_ports
 from flowfleet.tracking.place import Place
 from tests.flowfleet.conftest import IdleController

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from flowfleet.api.jobs import JobEvent
 from flowfleet.client import Client
-from flowfleet.client.types import JobEvent
 from flowfleet.job.model_files import read_manifest
 from flowfleet.tracking.place import Place, State
 from tests.flowfleet.conftest import IdleController

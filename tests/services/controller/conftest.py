@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from services.controller.api.dependencies import Services
 from services.controller.app import create_app
 from services.controller.fleet.directory import Directory

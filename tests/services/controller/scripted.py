@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.data.streams import TrajectoryStream

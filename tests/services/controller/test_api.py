@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Checkpoint, JobRewards, RewardLoad, RewardRevision
+from flowfleet.api.fleet import RewardLoad
+from flowfleet.api.jobs import Checkpoint
+from flowfleet.api.rewards import JobRewards, RewardRevision
 from flowfleet.redis import keys
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, from_epoch

@@ -15,7 +15,7 @@ import pytest
 from docs.generate.models import least_settings
 from flowfleet.algorithms.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
-from flowfleet.client.types import Desired, JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2

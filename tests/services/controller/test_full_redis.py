@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 from redis.asyncio import Redis
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.errors import Full
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
-from flowfleet.client.types import ApiError
 from tests.certificates import Authority
 from tests.services.controller.test_process import IDLE, controller, stop
 

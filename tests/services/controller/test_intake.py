@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import reward_pb2

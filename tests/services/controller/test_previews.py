@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import common_pb2, reward_pb2
 from flowfleet.seeds import sample_seed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.redis import keys
 from services.controller.store.replication import NAME
 from tests.flowfleet.sentinels import Group

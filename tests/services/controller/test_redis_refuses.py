@@ -12,7 +12,7 @@ import pytest
 from redis import exceptions
 from redis.asyncio import Redis
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.redis import trouble as redis_trouble
 from flowfleet.redis.client import connect
 from flowfleet.redis.server import RedisServer

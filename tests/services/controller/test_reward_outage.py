@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from services.controller.rewards import outages
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 from tests.waiting import until

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.client.types import Desired, JobStatus, RewardRevision
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.rewards import RewardRevision
 from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.redis import keys

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.errors import Unavailable
 from flowfleet.job.spec import RolloutPart, parse_job
 from flowfleet.redis import keys

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.proto import reward_pb2
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 

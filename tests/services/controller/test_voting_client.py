@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from flowfleet.api.problems import ApiError
+from flowfleet.api.votes import Asked, VoteSample
 from flowfleet.cli.votes import show_report
 from flowfleet.client import AsyncClient
-from flowfleet.client.types import ApiError
-from flowfleet.client.votes import Asked, VoteSample
 from flowfleet.media.files import encode_media
 from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.stores import read_prompts

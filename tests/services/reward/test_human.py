@@ -12,8 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from flowfleet.api.votes import Choice, Vote
 from flowfleet.client.asynchronous import AsyncClient
-from flowfleet.client.votes import Choice, Vote
 from flowfleet.errors import Unavailable
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.bradley_terry import preferred, scores

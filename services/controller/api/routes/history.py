@@ -10,8 +10,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict
 
-from flowfleet.client import types
-from flowfleet.client.types import Answer, Checkpoint, FiniteOrNone, JobEvent, MetricsRow, Purpose
+from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.api.jobs import Checkpoint, JobEvent, MetricsRow
+from flowfleet.api.samples import Purpose
+from flowfleet.api.samples import Sample as StoredSample
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
 from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use, Who
@@ -44,7 +46,7 @@ MAX_SIBLINGS = 500
 Number = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 
-class Sample(types.Sample):
+class Sample(StoredSample):
     """A finished sample, to look at."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)

@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from flowfleet.client.overview import JobRow
-from flowfleet.client.types import Job, JobStatus
+from flowfleet.api.jobs import Job, JobStatus
+from flowfleet.api.overview import JobRow
 from flowfleet.errors import NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object

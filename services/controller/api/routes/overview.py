@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
-from flowfleet.client.overview import JobRow
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
+from flowfleet.api.overview import JobRow
 from services.controller.api import sse
 from services.controller.api.dependencies import KnownStatus, Limit, Page, Services, Use, Who, job_id_of
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
 
-from flowfleet.client.types import JobStatus, RewardRevision, Rewards, ShadowComparison
+from flowfleet.api.jobs import JobStatus
+from flowfleet.api.rewards import RewardRevision, Rewards, ShadowComparison
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.rewards.changes import RewardChange, RewardSet, changed, parse_change

@@ -7,7 +7,7 @@ import logging
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from flowfleet.client.types import Session
+from flowfleet.api.access import Session
 from flowfleet.errors import InvalidRequest
 from services.controller.api.auth import over_tls, session_token
 from services.controller.api.body import read_object

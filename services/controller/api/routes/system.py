@@ -9,8 +9,9 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.exceptions import RedisError
 
-from flowfleet.client.overview import Alert
-from flowfleet.client.types import Answer, Fleet, ReplicaView, RewardLoad, Shortage
+from flowfleet.api.answers import Answer
+from flowfleet.api.fleet import Fleet, ReplicaView, RewardLoad, Shortage
+from flowfleet.api.overview import Alert
 from flowfleet.errors import Unavailable
 from flowfleet.filesystem import filesystem_id
 from services.controller.api.alerts import alerts_of

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from flowfleet.client.types import Upload
+from flowfleet.api.access import Upload
 from flowfleet.errors import InvalidRequest
 from flowfleet.prompts.uploads import DIGEST, NAME, place_of
 from services.controller.api.dependencies import Use

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 
-from flowfleet.client.votes import (
+from flowfleet.api.votes import (
     NAME,
     Asked,
     Ballot,

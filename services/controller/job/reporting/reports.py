@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 
-from flowfleet.client.types import Checkpoint
+from flowfleet.api.jobs import Checkpoint
 from flowfleet.media.image_stats import ImageStats, image_stats
 from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from flowfleet.api.problems import ApiError
+from flowfleet.api.votes import MAX_WANTED, Asked, Vote, VoteGroup, VoteSample, counted
 from flowfleet.client.asynchronous import AsyncClient
-from flowfleet.client.types import ApiError
-from flowfleet.client.votes import MAX_WANTED, Asked, Vote, VoteGroup, VoteSample, counted
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowfleet.api.samples import Sample
 from flowfleet.cli.rewards.disagreement import disagreements, rewards_of
-from flowfleet.client.types import Sample
 
 
 def sample(index: int, group: int = 0, step: int = 0, **fields: Any) -> Sample:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from flowfleet.api.jobs import Job
 from flowfleet.cli import main as cli
 from flowfleet.cli.samples import command as cli_samples
 from flowfleet.client.client import Client
-from flowfleet.client.types import Job
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis import keys
 from services.controller.store.records import SampleRecord

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from flowfleet.api.jobs import Job
+from flowfleet.api.samples import Sample
 from flowfleet.cli.samples.page import Shown, page, tag
-from flowfleet.client.types import Job, Sample
 
 FACTS: dict[str, Any] = {"id": "a" * 8, "name": "tiny", "status": "running", "desired": "running", "spec": {}}
 JOB = Job(**FACTS, created_at=datetime.now(UTC))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flowfleet.api.samples import Sample
 from flowfleet.cli.samples.picks import picks
-from flowfleet.client.types import Sample
 
 
 def sample(step: int, prompt: str, index: int, reward: float | None) -> Sample:

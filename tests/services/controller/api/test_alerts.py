@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.overview import JobRow
-from flowfleet.client.types import Fleet, Health, Progress, ReplicaView, Shortage
+from flowfleet.api.fleet import Fleet, Health, ReplicaView, Shortage
+from flowfleet.api.jobs import Progress
+from flowfleet.api.overview import JobRow
 from services.controller.api.alerts import alerts_of
 from services.controller.api.queue import placed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.proto import rollout_pb2
 from services.controller.fleet.replicas import MISSED_ASKS, Fleet

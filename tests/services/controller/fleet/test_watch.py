@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from flowfleet.data import replicas
 from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc

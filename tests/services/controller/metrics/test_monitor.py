@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from flowfleet.data.streams import TrajectoryConsumer, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowfleet.client.types import Health
+from flowfleet.api.fleet import Health
 from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.fleet.replicas import Replica
 from services.controller.job import events as ev

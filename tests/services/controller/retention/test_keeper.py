@@ -12,9 +12,9 @@ from unittest.mock import AsyncMock
 import pytest
 from prometheus_client import CollectorRegistry
 
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.votes import Asked, Ballot, VoteSample
 from flowfleet.client.archive import Archive
-from flowfleet.client.types import Desired, JobStatus
-from flowfleet.client.votes import Asked, Ballot, VoteSample
 from flowfleet.data.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec, parse_job

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.client.types import Desired, JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.job.spec import JobSpec, RewardPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import externalscaler_pb2 as pb
 from flowfleet.proto import externalscaler_pb2_grpc

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Checkpoint, Desired, JobStatus
+from flowfleet.api.jobs import Checkpoint, Desired, JobStatus
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis.client import connect

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from flowfleet.client.types import Desired, Job, JobStatus, read
+from flowfleet.api.answers import read
+from flowfleet.api.jobs import Desired, Job, JobStatus
 from flowfleet.errors import OtherFormat
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys

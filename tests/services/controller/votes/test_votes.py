@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flowfleet.client.votes import Choice, Vote, VoteGroup, VoteSample, counted
+from flowfleet.api.votes import Choice, Vote, VoteGroup, VoteSample, counted
 from services.controller.votes import pairing
 from services.controller.votes.pairing import Shown, is_complete, next_pairs
 from services.controller.votes.preferences import preferred

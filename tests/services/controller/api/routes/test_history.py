@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Checkpoint
+from flowfleet.api.jobs import Checkpoint
 from services.controller.store.credits import Trained
 from services.controller.store.records import SampleRecord, Validation
 from tests.services.controller.conftest import Api

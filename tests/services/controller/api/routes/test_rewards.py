@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from flowfleet.client.types import Comparison
+from flowfleet.api.rewards import Comparison
 from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.media.files import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.votes import MAX_WANTED, Vote, VoteGroup
+from flowfleet.api.votes import MAX_WANTED, Vote, VoteGroup
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.rewards import trials

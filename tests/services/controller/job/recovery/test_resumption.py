@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from flowfleet.client.types import JobStatus
+from flowfleet.api.jobs import JobStatus
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys

@@ -1,0 +1,37 @@
+"""Rights of API keys, sessions and uploads."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from flowfleet.api.answers import Answer
+
+
+class Right(StrEnum):
+    """What an API key may do, ascending: each includes those before it."""
+
+    LOOK = "look"  # read everything
+    VOTE = "vote"  # judge samples as well
+    STEER = "steer"  # submit, steer and delete jobs as well
+
+
+class Upload(Answer):
+    """A prompt file that the controller keeps."""
+
+    place: str
+    """Names it in a job's data: `upload:SHA256/NAME`."""
+    size_bytes: int
+
+
+class Session(Answer):
+    """Who asks, and what they may do."""
+
+    login: bool
+    """Whether the controller asks for an API key."""
+    name: str = ""
+    """Holder of the key."""
+    may: Right | None = None
+    """Null without a valid key or session."""
+    expires_at: datetime | None = None
+    """End of a browser's session."""

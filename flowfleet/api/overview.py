@@ -1,0 +1,56 @@
+"""What the REST API answers for the live page: jobs in a row each, and what a job did over time."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import Field
+
+from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.api.jobs import Desired, JobStatus, Progress
+
+
+class Curve(Answer):
+    """A metric in few points."""
+
+    stride: int = 1
+    """Steps from point to point, from step 0 on."""
+    values: tuple[FiniteOrNone, ...] = ()
+
+
+class Alert(Answer):
+    """Something that needs an eye now."""
+
+    name: str
+    """Name that the alert has in the chart and the runbook."""
+    text: str
+    job_id: str = ""
+    """The job that it is about; empty for the fleet."""
+
+
+class JobRow(Answer):
+    """A job in a list."""
+
+    id: str
+    name: str
+    owner: str = ""
+    """Holder of the key that submitted it."""
+    status: JobStatus
+    desired: Desired
+    reason: str = ""
+    pool: str
+    algorithm: str
+    model: str
+    """Last part of `model.path`."""
+    created_at: datetime
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    progress: Progress = Progress()
+    curve: Curve = Curve()
+    """Mean training reward."""
+    accelerator_hours: dict[str, float] = Field(default={})
+    """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
+    place: int | None = None
+    """Jobs that run in its pool before it; null unless it waits in the queue."""
+    waits: str = ""
+    """Why it waits; empty while it does not."""
