@@ -67,7 +67,7 @@ def test_threads_share_a_client(api_url: str, tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert sorted(job.spec["seed"] for job in client.jobs()) == [0, 1, 2, 3]
+        assert sorted(client.job(job.id).spec["seed"] for job in client.jobs()) == [0, 1, 2, 3]
 
 
 @pytest.mark.anyio
