@@ -20,10 +20,10 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process import service
 from services.controller.__main__ import main as controller_main
 from services.controller.fleet.directory import Directory
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
+from services.controller.platforms.local.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
-from services.controller.trainers.launcher import Launcher
 
 BEAT_S = 0.05
 

@@ -748,7 +748,7 @@ Global___TrainerStatus: _TypeAlias = TrainerStatus  # noqa: Y015
 
 @_typing.final
 class RankProgress(_message.Message):
-    """What a rank's working thread last showed. services/controller/trainers/hangs.py judges by it whether the trainer hangs."""
+    """What a rank's working thread last showed. services/controller/job/trainer/hangs.py judges by it whether the trainer hangs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

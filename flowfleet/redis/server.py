@@ -66,7 +66,7 @@ def command(
     With `fsync` "no" each write reaches the kernel before it is acknowledged, so a killed process loses nothing; a
     power cut may cost what the kernel held, about 30 s. "everysec" loses at most about two seconds by a power cut, and
     by a kill only what it acknowledged during a flush. "always" loses nothing, at a disk flush a write. A job continues
-    from what Redis still holds (`services/controller/job/ledger.py`).
+    from what Redis still holds (`services/controller/job/machine/ledger.py`).
     """
     if '"' in password or "\\" in password or "\n" in password:
         raise ValueError("a Redis password here must not contain quotes, backslashes or line breaks")

@@ -15,9 +15,9 @@ from flowfleet.process.telemetry import configure_logging
 from flowfleet.rpc import tls
 from services.controller.api.server import Server
 from services.controller.app import create_app
+from services.controller.jobs.scheduler import JobScheduler
 from services.controller.ports import SchedulerFactory
 from services.controller.reading.confinement import hide_memory
-from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 
 SWITCH_S = 0.001

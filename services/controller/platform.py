@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from services.controller.fleet.directory import Directory, StaticDirectory
+from services.controller.platforms.local.launcher import Launcher, LocalLauncher
 from services.controller.scaling.deletion_cost import ANNOTATION, SetCost
 from services.controller.settings import ControllerSettings
-from services.controller.trainers.launcher import Launcher, LocalLauncher
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> 
 
 def _kubernetes(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:
     """Its client is large: it is imported only where it is used."""
-    from services.controller.kubernetes.api import PODS
-    from services.controller.kubernetes.directory import KubernetesDirectory
-    from services.controller.trainers.kubernetes import KubernetesLauncher
+    from services.controller.platforms.kubernetes.api import PODS
+    from services.controller.platforms.kubernetes.directory import KubernetesDirectory
+    from services.controller.platforms.kubernetes.launcher import KubernetesLauncher
 
     assert settings.trainer_template is not None
     release, namespace = settings.kubernetes, settings.namespace

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
+from services.controller.platforms.local.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
-from services.controller.trainers.launcher import Launcher
 
 
 class Scheduler(Protocol):

@@ -16,11 +16,11 @@ from flowfleet.process.service import API_KEY, is_loopback, service_parser
 from flowfleet.redis import sentinel as redis_sentinel
 from services.controller.fleet.directory import addresses
 from services.controller.limits import Limits
+from services.controller.platforms.kubernetes.template import load_template
 from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
 from services.controller.reading.places import Places, url_origin
 from services.controller.retention.keep import REMOVED, Keep
-from services.controller.trainers.template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _FLAGS = {"limits": "limit"}

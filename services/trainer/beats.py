@@ -3,7 +3,7 @@
 The working thread declares its phase and counts finished units: a forward, a bucket, a parameter. `carry` only forwards
 phase and count, so a live process with a hanging working thread shows the same count for ever. Rank 0 reports to the
 controller in `GetStatus`; the other ranks report to rank 0 through the store at which the ranks met. The controller
-decides (services/controller/trainers/hangs.py): clocks of ranks are never compared.
+decides (services/controller/job/trainer/hangs.py): clocks of ranks are never compared.
 """
 
 from __future__ import annotations

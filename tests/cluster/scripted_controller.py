@@ -16,10 +16,10 @@ from flowfleet.data.blobs import open_blobs
 from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from services.controller.__main__ import main
 from services.controller.fleet.directory import Directory, StaticDirectory
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
+from services.controller.platforms.local.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
-from services.controller.trainers.launcher import Launcher
 from tests.services.controller.scripted import ScriptedLauncher, ScriptedReward, ScriptedRollout, ScriptedTrainer
 
 REPLICA, GENERATES = "test:replica", "test:generates"

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
 from flowfleet.job.spec import JobSpec, parse_job
-from services.controller.kubernetes.directory import KubernetesDirectory
-from services.controller.trainers.kubernetes import KubernetesLauncher
+from services.controller.platforms.kubernetes.directory import KubernetesDirectory
+from services.controller.platforms.kubernetes.launcher import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import Cluster
 

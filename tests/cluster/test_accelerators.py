@@ -16,7 +16,7 @@ import yaml
 from pydantic import SecretStr
 
 from services.controller.app import create_app
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.cluster.stand_in import RELEASE, idle, owner

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.controller.kubernetes.directory import NAME_LABEL, KubernetesDirectory
+from services.controller.platforms.kubernetes.directory import NAME_LABEL, KubernetesDirectory
 from tests.cluster.conftest import Cluster
 from tests.cluster.stand_in import RELEASE, directory_of, idle
 from tests.waiting import until

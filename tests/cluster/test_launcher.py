@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flowfleet.errors import Unavailable
-from services.controller.trainers.kubernetes import KubernetesLauncher
+from services.controller.platforms.kubernetes.launcher import KubernetesLauncher
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.conftest import run as command_of
 from tests.cluster.stand_in import PREFIX, RELEASE, TAG, Release, directory_of, job_of, release, trainer_template
@@ -185,7 +185,7 @@ def test_an_image_that_is_not_there_is_told(cluster: Cluster, tmp_path: Path) ->
 
 
 def test_pods_that_a_quota_refuses_are_told(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.controller.trainers.kubernetes.NO_PODS_S", 1.0)
+    monkeypatch.setattr("services.controller.platforms.kubernetes.launcher.NO_PODS_S", 1.0)
 
     async def scenario(made: Release) -> None:
         await made.waits(job_of(1), "no pod was created: a quota or admission")

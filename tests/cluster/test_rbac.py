@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.controller.kubernetes.api import (
+from services.controller.platforms.kubernetes.api import (
     DEPLOYMENTS,
     ENDPOINT_SLICES,
     JOBS,
@@ -22,7 +22,7 @@ from services.controller.kubernetes.api import (
     Resource,
     connect,
 )
-from services.controller.trainers.kubernetes import KubernetesLauncher
+from services.controller.platforms.kubernetes.launcher import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.cluster.stand_in import RELEASE, directory_of, job_of, owner, trainer_template

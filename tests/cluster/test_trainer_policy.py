@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flowfleet.job.spec import parse_job
-from services.controller.trainers.template import TrainerTemplate, parse_template
+from services.controller.platforms.kubernetes.template import TrainerTemplate, parse_template
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.deploy.conftest import API_SERVER, FULLNAME, values_of
 

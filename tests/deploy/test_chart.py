@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowfleet.rpc.kinds import of_certificate
-from services.controller.trainers.template import parse_template
+from services.controller.platforms.kubernetes.template import parse_template
 from tests.deploy.conftest import (
     ALL,
     API_SERVER,

@@ -17,10 +17,10 @@ from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis import keys
 from flowfleet.seeds import sample_seed
-from services.controller.job import events as ev
 from services.controller.job import requests
-from services.controller.job.batch import Scored
 from services.controller.job.credit import credits_of
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.batch import Scored
 from services.controller.rewards.composition import PREFERENCE
 from services.controller.rewards.job_rewards import SampleScore
 from services.rollout.sampling.requests import generation_request

@@ -25,9 +25,9 @@ from flowfleet.api.overview import JobRow
 from flowfleet.errors import Gone, NotFound
 from flowfleet.lru import LruCache
 from services.controller.api.keys import Holder
-from services.controller.api.queue import placed
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import wait
+from services.controller.jobs.queue import placed
 from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)

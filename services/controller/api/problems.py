@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 from flowfleet.api.problems import Problem, SettingProblem
 from flowfleet.errors import FlowfleetError, http_status
 from flowfleet.redis.trouble import trouble
-from services.controller.submission.problems import InvalidJob
+from services.controller.jobs.submission.problems import InvalidJob
 
 log = logging.getLogger(__name__)
 

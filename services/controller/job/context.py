@@ -17,15 +17,15 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
 from services.controller.concurrency import Changes
 from services.controller.fleet.pool import RolloutPool
-from services.controller.job.ledger import RolledBack
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine.ledger import RolledBack
+from services.controller.job.machine.state_machine import Machine
+from services.controller.job.trainer.client import JobTrainer
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.scoring import Scoring
 from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
 from services.controller.store.store import Store
-from services.controller.trainers.client import JobTrainer
 
 if TYPE_CHECKING:
     from services.controller.job.reporting.reports import Reports

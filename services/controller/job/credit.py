@@ -18,7 +18,7 @@ from flowfleet.algorithms.settings import (
 )
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
-from services.controller.job.batch import Scored
+from services.controller.job.machine.batch import Scored
 from services.controller.job.policies import OVERLONG
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.composition import PREFERENCE, Columns, columns

@@ -29,16 +29,11 @@ from flowfleet.job.model_files import FOLDER, model_folder
 from flowfleet.process.clock import steady_time
 from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
-from services.controller.job import events as ev
 from services.controller.job.context import JobContext
-from services.controller.job.ledger import Also, Ledger
-from services.controller.job.recovery import losses
-from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
-from services.controller.job.recovery.trainer_watch import TrainerWatch
-from services.controller.job.reporting.counts import ProgressTold, counts_of
-from services.controller.job.requests import misfit
-from services.controller.job.state import Status
-from services.controller.job.state_machine import (
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.ledger import Also, Ledger
+from services.controller.job.machine.state import Status
+from services.controller.job.machine.state_machine import (
     Command,
     ComputeAdvantages,
     EnsureTrainer,
@@ -48,8 +43,13 @@ from services.controller.job.state_machine import (
     TrainStep,
     Validate,
 )
+from services.controller.job.recovery import losses
+from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
+from services.controller.job.reporting.counts import ProgressTold, counts_of
+from services.controller.job.requests import misfit
 from services.controller.job.step import TrainingStep
 from services.controller.job.tracing import traced
+from services.controller.job.trainer.watch import TrainerWatch
 from services.controller.store.records import reward_set
 from services.controller.waiting import NotYet, WaitedInVain
 

@@ -13,9 +13,9 @@ from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.rewards.requests import MAX_SCORE
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
-from services.controller.job import events as ev
 from services.controller.job.context import JobContext
 from services.controller.job.credit import Credit
+from services.controller.job.machine import events as ev
 from services.controller.job.policies import policy_of
 from services.controller.rewards import gradients
 from services.controller.rewards.composition import weight_at

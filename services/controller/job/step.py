@@ -33,17 +33,13 @@ from flowfleet.data.lineage import follow
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
 from services.controller.fleet.replicas import Replica
-from services.controller.job import events as ev
 from services.controller.job import requests
+from services.controller.job.commands.drawing import draw
+from services.controller.job.commands.previews import Previews
+from services.controller.job.commands.validation import Validation
 from services.controller.job.context import JobContext
-from services.controller.job.recovery.position import ledger_position
-from services.controller.job.recovery.resumption import resumed
-from services.controller.job.reporting.card import training_card
-from services.controller.job.reporting.figures import weighed
-from services.controller.job.sampling.drawing import draw
-from services.controller.job.sampling.previews import Previews
-from services.controller.job.sampling.validation import Validation
-from services.controller.job.state_machine import (
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.state_machine import (
     Checkpoint,
     Command,
     ComputeAdvantages,
@@ -55,6 +51,10 @@ from services.controller.job.state_machine import (
     TrainStep,
     Validate,
 )
+from services.controller.job.recovery.position import ledger_position
+from services.controller.job.recovery.resumption import resumed
+from services.controller.job.reporting.card import training_card
+from services.controller.job.reporting.figures import weighed
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.job_rewards import preference
 from services.controller.waiting import NotYet

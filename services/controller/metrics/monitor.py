@@ -16,7 +16,7 @@ from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from services.controller.concurrency import end
 from services.controller.fleet.replicas import Replica
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import Sample, SnapshotCollector
 from services.controller.metrics.totals import Totals
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from flowfleet.api.fleet import Health
 from services.controller.fleet.replicas import Replica, num_devices
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import Sample
 
 MAX_LAG = 3

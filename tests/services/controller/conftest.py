@@ -20,10 +20,10 @@ from services.controller.api.dependencies import Services
 from services.controller.app import create_app
 from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
+from services.controller.platforms.local.launcher import Launcher
 from services.controller.rewards import trials as reward_trials
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
-from services.controller.trainers.launcher import Launcher
 
 
 class IdleRunner:

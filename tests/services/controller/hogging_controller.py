@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
-from services.controller import quarantine
 from services.controller.__main__ import main
 from services.controller.job.step import TrainingStep
+from services.controller.jobs import quarantine
 from tests.services.controller.scripted_controller import runner
 
 quarantine.MARK_S, quarantine.END_S = 0.5, 2.0

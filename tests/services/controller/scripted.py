@@ -34,7 +34,7 @@ from flowfleet.proto import (
 )
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import JobRecord
 from services.controller.store.store import Store

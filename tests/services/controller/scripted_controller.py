@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from services.controller.__main__ import main
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
 from tests.services.controller.scripted import ScriptedLauncher
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfleet import hub
-from services.controller.submission.opening import open_job
+from services.controller.jobs.submission.opening import open_job
 from tests.hub_models import NEW, OLD, Site, served
 from tests.services.controller.conftest import Api
 

@@ -12,7 +12,7 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
-from services.controller.job import events as ev
+from services.controller.job.machine import events as ev
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
 from tests.waiting import until

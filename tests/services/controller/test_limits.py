@@ -10,12 +10,12 @@ from flowfleet.errors import Full
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis.client import connect
 from services.controller.fleet.directory import StaticDirectory
+from services.controller.jobs.submission.checks import check
+from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.limits import Limits
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 from services.controller.store.store import Store
-from services.controller.submission.checks import check
-from services.controller.submission.problems import InvalidJob
 
 
 def job(pool: str = "default", **parts: Any) -> JobSpec:

@@ -15,8 +15,8 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import common_pb2, reward_pb2
 from flowfleet.seeds import sample_seed
-from services.controller.job.batch import SampleState
-from services.controller.job.sampling.previews import is_due, not_selected
+from services.controller.job.commands.previews import is_due, not_selected
+from services.controller.job.machine.batch import SampleState
 from services.controller.rewards.job_rewards import SampleScore
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, places

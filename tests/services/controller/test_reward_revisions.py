@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.rewards.changes import RewardSet, ShadowPart
-from services.controller.job import events as ev
-from services.controller.job.events import event_from_json, event_to_json
-from services.controller.job.state import State, Status
-from services.controller.job.state_machine import Command, ComputeAdvantages, Machine, Score
-from tests.services.controller.job.test_state_machine import World, finish_step, make_spec, ready
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.events import event_from_json, event_to_json
+from services.controller.job.machine.state import State, Status
+from services.controller.job.machine.state_machine import Command, ComputeAdvantages, Machine, Score
+from tests.services.controller.job.machine.test_state_machine import World, finish_step, make_spec, ready
 
 
 def rewards(weight: float, **shadows: str) -> RewardSet:

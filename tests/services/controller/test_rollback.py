@@ -16,11 +16,11 @@ from flowfleet.data.lineage import extend, follow, misfit
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.job import events as ev
-from services.controller.job.events import event_from_json
-from services.controller.job.ledger import Ledger, RolledBack
-from services.controller.job.state import Status
-from services.controller.job.state_machine import (
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.events import event_from_json
+from services.controller.job.machine.ledger import Ledger, RolledBack
+from services.controller.job.machine.state import Status
+from services.controller.job.machine.state_machine import (
     Checkpoint,
     Command,
     ComputeAdvantages,
@@ -32,7 +32,7 @@ from services.controller.job.state_machine import (
     Validate,
 )
 from services.controller.store.leadership import Lease
-from tests.services.controller.job.test_state_machine import World, finish_step, make_spec, ready
+from tests.services.controller.job.machine.test_state_machine import World, finish_step, make_spec, ready
 
 Request = trainer_pb2.TrainStepRequest
 

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
-from services.controller.job.recovery.trainer_watch import ANSWER_S, LOOK_S
-from services.controller.trainers.hangs import HangJudge, Progress
+from services.controller.job.trainer.hangs import HangJudge, Progress
+from services.controller.job.trainer.watch import ANSWER_S, LOOK_S
 from services.trainer.beats import Beats
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec

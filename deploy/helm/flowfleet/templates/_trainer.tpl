@@ -1,4 +1,4 @@
-{{/* The Job of a trainer, which the controller completes (services/controller/trainers/template.py). */}}
+{{/* The Job of a trainer, which the controller completes (services/controller/platforms/kubernetes/template.py). */}}
 {{- define "flowfleet.trainerJob" -}}
 {{- $fullname := include "flowfleet.fullname" . }}
 {{- $name := printf "%s-trainer" $fullname }}

@@ -14,8 +14,8 @@ from flowfleet.errors import NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
+from services.controller.jobs.submission import checks
 from services.controller.store.records import Action, JobRecord
-from services.controller.submission import checks
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -16,6 +16,7 @@ from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, Services, Use
 from services.controller.fleet.directory import Directory
 from services.controller.job.shadow_queue import pair_of
+from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.prompts.sources import Sources
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.failures import RewardFailure
@@ -25,7 +26,6 @@ from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.trials import refusals
 from services.controller.store.records import JobRecord, reward_set
 from services.controller.store.rewards import check_changeable, stale
-from services.controller.submission.problems import InvalidJob
 
 MAX_REVISIONS = 1000
 """Maximum number of a job's revisions: all of them are kept and shown."""

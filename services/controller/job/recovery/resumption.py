@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flowfleet.proto import trainer_pb2
-from services.controller.job import events as ev
 from services.controller.job.context import JobContext
+from services.controller.job.machine import events as ev
 from services.controller.store.sample_refs import ALL_STEPS
 
 

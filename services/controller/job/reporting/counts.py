@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from services.controller.job.batch import Batch
+from services.controller.job.machine.batch import Batch
 
 SHOW_EVERY_S = 2.0
 """From one change of the job's record to the next."""

@@ -10,8 +10,8 @@ from typing import Any
 from flowfleet.algorithms.advantages import AdvantageStats
 from flowfleet.algorithms.settings import KlRewardSettings
 from flowfleet.job.spec import JobSpec, RewardPart
-from services.controller.job.batch import Batch, Scored
 from services.controller.job.credit import Credit, credits_of
+from services.controller.job.machine.batch import Batch, Scored
 from services.controller.job.reporting.distributions import histograms
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.rows import source_rows

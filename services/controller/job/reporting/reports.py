@@ -20,11 +20,11 @@ from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
-from services.controller.job import events as ev
-from services.controller.job import validation_limits
-from services.controller.job.batch import Batch, with_dropped
 from services.controller.job.context import JobCore
 from services.controller.job.credit import left_out_reason
+from services.controller.job.machine import events as ev
+from services.controller.job.machine import validation_limits
+from services.controller.job.machine.batch import Batch, with_dropped
 from services.controller.job.reporting.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.rewards.job_rewards import SampleScore

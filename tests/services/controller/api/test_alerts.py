@@ -11,7 +11,7 @@ from flowfleet.api.fleet import Fleet, Health, ReplicaView, Shortage
 from flowfleet.api.jobs import Progress
 from flowfleet.api.overview import JobRow
 from services.controller.api.alerts import alerts_of
-from services.controller.api.queue import placed
+from services.controller.jobs.queue import placed
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

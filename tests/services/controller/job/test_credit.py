@@ -14,9 +14,9 @@ from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.proto import common_pb2
 from flowfleet.rewards.requests import MAX_SCORE
 from services.controller.job import credit, requests
-from services.controller.job import events as ev
-from services.controller.job.batch import Scored
 from services.controller.job.credit import Credit
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.batch import Scored
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.job_rewards import SampleScore
 

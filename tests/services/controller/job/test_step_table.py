@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import get_args
 
-from services.controller.job import events as ev
 from services.controller.job import step
-from services.controller.job.state import Status
-from services.controller.job.state_machine import Command, Generate, Machine, Publish, Score
-from tests.services.controller.job.test_state_machine import make_spec
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.state import Status
+from services.controller.job.machine.state_machine import Command, Generate, Machine, Publish, Score
+from tests.services.controller.job.machine.test_state_machine import make_spec
 
 NAMES = [command.__name__ for command in get_args(Command)]
 ROWS = [re.split(r"\s{2,}", line.strip()) for line in (step.__doc__ or "").splitlines()]

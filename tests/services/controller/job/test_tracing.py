@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from services.controller.job.state_machine import (
+from services.controller.job.machine.state_machine import (
     Checkpoint,
     Command,
     ComputeAdvantages,

@@ -16,7 +16,7 @@ from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.fleet.replicas import Replica
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics import families
 from services.controller.metrics.families import Sample
 from services.controller.metrics.monitor import Monitor, look_at_redis

@@ -7,8 +7,8 @@ from dataclasses import replace
 from flowfleet.api.fleet import Health
 from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.fleet.replicas import Replica
-from services.controller.job import events as ev
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import DESCRIPTIONS, families
 from services.controller.metrics.totals import FORGET_S, Totals
 

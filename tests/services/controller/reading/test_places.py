@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from services.controller.jobs.submission.checks import parse
+from services.controller.jobs.submission.opening import open_job
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import NotAllowed, Places, url_origin
 from services.controller.settings import ControllerSettings
-from services.controller.submission.checks import parse
-from services.controller.submission.opening import open_job
 from tests.services.controller.conftest import Api
 
 pytestmark = pytest.mark.anyio

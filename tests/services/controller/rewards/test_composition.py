@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfleet.job.spec import RewardPart, parse_job
-from services.controller.job.batch import Scored
 from services.controller.job.credit import Credit, credits_of
+from services.controller.job.machine.batch import Scored
 from services.controller.rewards.composition import clipped, columns, compose, weight_at
 from services.controller.rewards.rows import reward_row
 

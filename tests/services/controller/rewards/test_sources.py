@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowfleet.job.spec import JobSpec, parse_job
-from services.controller.job.batch import Scored
 from services.controller.job.credit import credits_of
+from services.controller.job.machine.batch import Scored
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.composition import compose
 from services.controller.rewards.rows import source_rows

@@ -15,8 +15,8 @@ from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.job.spec import JobSpec, RewardPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.job import events as ev
-from services.controller.job.state_machine import Machine
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.state_machine import Machine
 from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.scaling.demand import (
     FRESH_S,

@@ -19,10 +19,10 @@ from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.concurrency import end
-from services.controller.job import events as ev
-from services.controller.job.ledger import Ledger
-from services.controller.job.state import State
-from services.controller.scheduler import FencedLauncher
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.ledger import Ledger
+from services.controller.job.machine.state import State
+from services.controller.jobs.scheduler import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
 from services.controller.store.store import Store

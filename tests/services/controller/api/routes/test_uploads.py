@@ -14,14 +14,14 @@ import pytest
 
 from flowfleet.prompts.uploads import parts_of
 from services.controller.api.routes import uploads as api_uploads
+from services.controller.jobs.submission.checks import parse
+from services.controller.jobs.submission.opening import open_job
 from services.controller.limits import Limits
 from services.controller.prompts.uploads import GRACE_S
 from services.controller.reading.places import NotAllowed
 from services.controller.retention.keep import Keep
 from services.controller.retention.keeper import Keeper
 from services.controller.settings import ControllerSettings
-from services.controller.submission.checks import parse
-from services.controller.submission.opening import open_job
 from tests.services.controller.conftest import Api, serve
 
 pytestmark = pytest.mark.anyio

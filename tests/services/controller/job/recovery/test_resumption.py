@@ -15,14 +15,14 @@ from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.job import events as ev
-from services.controller.job.ledger import Ledger
+from services.controller.job.machine import events as ev
+from services.controller.job.machine.ledger import Ledger
+from services.controller.job.machine.state import LEDGER_FORMAT
+from services.controller.job.machine.state_machine import Checkpoint, EnsureTrainer, Export, Machine, TrainStep
 from services.controller.job.recovery import retries
 from services.controller.job.recovery.retries import FailureAction, decide
-from services.controller.job.state import LEDGER_FORMAT
-from services.controller.job.state_machine import Checkpoint, EnsureTrainer, Export, Machine, TrainStep
+from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.store.leadership import Lease
-from services.controller.trainers.launcher import LocalLauncher
 from tests.services.controller.scripted import (
     ScriptedFleet,
     ScriptedLauncher,

@@ -5,8 +5,16 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from services.controller.job.machine.state_machine import (
+    Command,
+    EnsureTrainer,
+    Generate,
+    Publish,
+    Score,
+    TrainStep,
+    Validate,
+)
 from services.controller.job.recovery.retries import MAX_FAILURES, FailureAction, decide
-from services.controller.job.state_machine import Command, EnsureTrainer, Generate, Publish, Score, TrainStep, Validate
 
 Code = grpc.StatusCode
 TRAINER: list[Command] = [EnsureTrainer(), TrainStep(0), Publish(0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.controller.job.batch import Batch
+from services.controller.job.machine.batch import Batch
 from services.controller.job.reporting import counts
 from services.controller.job.reporting.counts import Counts, ProgressTold, counts_of
 

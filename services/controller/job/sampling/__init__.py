@@ -1,1 +1,0 @@
-"""Samples that do not go through the stream: previews, and held-out ones."""

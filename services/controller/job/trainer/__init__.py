@@ -1,0 +1,1 @@
+"""The trainer of one job: calls to it, and how long it may be silent."""

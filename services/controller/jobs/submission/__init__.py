@@ -1,0 +1,1 @@
+"""Checks a submitted job and opens its data."""

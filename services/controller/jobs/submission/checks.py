@@ -1,0 +1,137 @@
+"""What only the controller can know about a job: whether its files are there, what its model can do, and its rewards.
+Asked at submit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
+from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.prompts.prompt import Prompt
+from services.controller.fleet.directory import Directory
+from services.controller.jobs.submission.data_checks import MAX_LINES, line_problems, read_prompts
+from services.controller.jobs.submission.model_checks import (
+    family_at,
+    family_problems,
+    limit_problems,
+    pinned,
+    size_problems,
+)
+from services.controller.jobs.submission.problems import InvalidJob
+from services.controller.limits import Limits
+from services.controller.platforms.local.launcher import device_problem
+from services.controller.prompts.conditions import ConditionShapes
+from services.controller.prompts.sources import Sources
+from services.controller.rewards.trials import refusals
+
+_READING = threading.Semaphore(2)
+"""Submits whose data are in memory at once."""
+
+
+def parse(data: dict[str, Any]) -> JobSpec:
+    """Raises InvalidJob, one message a setting."""
+    try:
+        return parse_job(data)
+    except ValueError as error:
+        raise InvalidJob(str(error).split("\n")) from None
+
+
+async def check(
+    spec: JobSpec, directory: Directory, sources: Sources, limits: Limits, trainer_devices: Sequence[str] = ()
+) -> JobSpec:
+    """The job, a Hub name of its model at its commit.
+
+    Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
+    not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is not one of
+    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Of what is
+    remote only the configurations of a Hub model are fetched here: `open_job` does the rest."""
+    spec = await asyncio.to_thread(pinned, spec, sources)
+    problems = [*_fleet_problems(spec, directory)]
+    problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
+    firsts: dict[str, Prompt] = {}
+    problems += await asyncio.to_thread(_all_file_problems, spec, sources, firsts)
+    problems = problems or await refusals(spec, spec.rewards, directory, sources, firsts)
+    if problems:
+        raise InvalidJob(problems)
+    return spec
+
+
+def check_extension(spec: JobSpec, steps: int) -> None:
+    """Raises InvalidJob when more steps would be trained at a learning rate that has come to its end, or by a job that
+    only evaluates."""
+    if spec.is_evaluation:
+        raise InvalidJob([f"schedule.steps = {steps}: this job evaluates and has no data to train on; submit another"])
+    schedule = spec.trainer.optimizer.lr_schedule
+    if schedule != "constant" and steps > spec.schedule.steps:
+        raise InvalidJob(
+            [
+                f"schedule.steps = {steps}: the job's learning rate falls until step {spec.schedule.steps} "
+                f'(trainer.optimizer.lr_schedule = "{schedule}"); finish it, and continue it as a new job with '
+                f"`flowfleet submit --from ID --set schedule.steps={steps}`"
+            ]
+        )
+
+
+def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
+    """Problems with names that it does not know. A reward or pool may have no replicas yet: the job waits for them."""
+    known = ", ".join(sorted(directory.rewards)) or "none"
+    for name, part in spec.rewards.items():
+        if (service := part.service_of(name)) not in directory.rewards:
+            setting = f"rewards.{name}" + (f".service = {service!r}" if part.service else "")
+            yield f"{setting}: this controller has no such reward service; it has: {known}"
+    pools = directory.pools
+    if pools is not None and spec.rollout.pool in spec.pools and spec.rollout.pool not in pools:
+        known = ", ".join(sorted(pools)) or "none"
+        yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
+
+
+def _all_file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -> list[str]:
+    with _READING:
+        return list(_file_problems(spec, sources, firsts))
+
+
+def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -> Iterator[str]:
+    """Problems with what the job names. Puts the first prompt of each file that is read here into `firsts`, by its
+    setting."""
+    family = None
+    try:
+        family = family_at(spec.model.path, sources)
+    except ValueError as error:
+        yield f"model.path: {error}"
+    else:
+        yield from family_problems(spec, family)
+        yield from size_problems(spec, family, sources)
+    yield from limit_problems(spec)
+    for setting, adapter in _adapters(spec):
+        try:
+            find_adapter(sources.places.model(adapter))
+        except (OSError, ValueError) as error:
+            yield f"{setting}: {error}"
+    if spec.trainer.resume is not None:
+        try:
+            if not (sources.places.checkpoint(spec.trainer.resume) / CHECKPOINT_FILE).is_file():
+                yield f"trainer.resume = {spec.trainer.resume!r} is not a checkpoint: name one as job:ID@STEP"
+        except (OSError, ValueError) as error:
+            yield f"trainer.resume: {error}"
+    shapes = ConditionShapes(sources)
+    for setting, url, columns in spec.data_files:
+        try:
+            prompts = read_prompts(sources, url, columns)
+            lines = itertools.chain.from_iterable(line_problems(spec, family, shapes, sources, one) for one in prompts)
+            yield from (f"{setting}: {problem}" for problem in itertools.islice(lines, MAX_LINES))
+        except (OSError, ValueError) as error:
+            yield f"{setting}: {error}"
+        else:
+            firsts.update(zip([setting], prompts, strict=False))
+
+
+def _adapters(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Setting and place of each adapter that the job starts or learns from."""
+    if spec.model.adapter is not None:
+        yield "model.adapter", spec.model.adapter
+    for name, teacher in spec.teachers.items():
+        yield f"algorithm.teachers.{name}.adapter", teacher.adapter

@@ -1,0 +1,114 @@
+"""Checks of what a job's model can do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowfleet import hub
+from flowfleet.job.rules import sequences
+from flowfleet.job.spec import JobSpec
+from flowfleet.media.files import MediaLimits
+from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from services.controller.jobs.submission.problems import InvalidJob
+from services.controller.prompts.sources import Sources
+
+
+def pinned(spec: JobSpec, sources: Sources) -> JobSpec:
+    """The job with the commit of its model and its configurations at hand, so that all services load the same files."""
+    if hub.name_of(spec.model.path) is None:
+        return spec
+    try:
+        path = hub.pin(str(sources.places.pipeline(spec.model.path)))
+        hub.configurations(path)
+    except ValueError as error:
+        raise InvalidJob([f"model.path: {error}"]) from None
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": path})})
+
+
+def family_at(path: str, sources: Sources) -> ModelFamily:
+    folder = hub.configurations(sources.places.pipeline(path))
+    if not any(_is_readable(folder / name) for name in ("model_index.json", "config.json")):
+        raise ValueError(
+            f"{path!r} holds no readable model_index.json or config.json; give the directory of a diffusers pipeline, "
+            "or of a transformers model that writes text, as an absolute path that controller, rollouts and trainer "
+            "all see"
+        )
+    return family_of(folder)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
+    rollout = spec.rollout
+    if kind := sequences.refusal(family, spec.loss):
+        yield f"algorithm.loss = {spec.loss.name}: {kind}"
+    if rollout.num_frames > 1 and family.modality == "image":
+        videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"
+        yield (
+            f"rollout.num_frames = {rollout.num_frames}: {family.title} makes pictures; set it to 1, or choose a video "
+            f"model: {videos}"
+        )
+    if rollout.embedded_guidance is not None and not family.embedded_guidance:
+        yield f"rollout.embedded_guidance has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
+    for name in ("image_guidance_scale", "guidance_renorm"):
+        if getattr(rollout, name) is not None and not family.branch_guidance:
+            yield f"rollout.{name} has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
+    tokens, most = spec.model.max_sequence_length, family.max_sequence_length
+    if tokens is not None and most is None:
+        yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
+    elif tokens is not None and most is not None and tokens > most:
+        yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
+    if rollout.condition_pixels is not None and not family.takes_images:
+        yield f"rollout.condition_pixels has no effect on {family.title}, which takes no images: leave it out"
+
+
+def size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
+    """Sizes that the family's adapter would refuse."""
+    frames, step = spec.rollout.num_frames, family.frame_multiple
+    if family.modality == "video" and (frames - 1) % step:
+        less = frames - (frames - 1) % step
+        yield (
+            f"rollout.num_frames = {frames}: {family.title} makes 1 more than a multiple of {step} frames; set it to "
+            f"{less} or {less + step}"
+        )
+    multiple = _pixel_multiple(hub.configurations(sources.places.pipeline(spec.model.path)), family)
+    rollout, schedule = spec.rollout, spec.schedule
+    sides = {
+        "rollout.height": rollout.height,
+        "rollout.width": rollout.width,
+        "schedule.validation_height": schedule.validation_height,
+        "schedule.validation_width": schedule.validation_width,
+    }
+    for setting, pixels in sides.items():
+        if pixels is not None and pixels % multiple:
+            yield f"{setting} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
+
+
+def _pixel_multiple(path: Path, family: ModelFamily) -> int:
+    """1 where the checkpoint does not say."""
+    if family.vae_multiple is None:
+        return 1
+    try:
+        config = json.loads((path / "vae" / "config.json").read_text(encoding="utf-8"))
+        return max(1, int(config["scale_factor_spatial"]) * family.vae_multiple)
+    except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
+        return 1
+
+
+def limit_problems(spec: JobSpec) -> Iterator[str]:
+    """Samples that every reward would refuse unread."""
+    if not spec.rewards:
+        return
+    limits, rollout, shown = MediaLimits(), spec.rollout, spec.validation_size
+    if excess := limits.excess(rollout.width, rollout.height, rollout.num_frames):
+        yield f"rollout: samples of {excess} by rewards; lower rollout.num_frames, height or width"
+    elif excess := limits.excess(shown.width, shown.height, shown.num_frames):
+        yield f"schedule: held-out samples of {excess} by rewards; lower schedule.validation_height or _width"

@@ -1,0 +1,1 @@
+"""Trainers as processes of this machine; rewards from flags and a file."""

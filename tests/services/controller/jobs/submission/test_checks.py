@@ -1,0 +1,98 @@
+"""Whatever JSON comes as a job, it is a job or an InvalidJob whose every message names a setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfleet.job.spec import JobSpec
+from services.controller.fleet.directory import StaticDirectory
+from services.controller.jobs.submission.checks import check, parse
+from services.controller.jobs.submission.problems import InvalidJob
+from services.controller.limits import Limits
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import Places
+
+DEFAULT: dict[str, Any] = JobSpec.model_validate(
+    {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
+).model_dump(mode="json")
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
+
+
+def places(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every setting of a job, parts too."""
+    if not isinstance(value, dict):
+        return [prefix]
+    return [prefix, *(place for name, item in value.items() for place in places(item, (*prefix, name)))]
+
+
+def outcome(job: dict[str, Any]) -> tuple[JobSpec | None, list[str]]:
+    try:
+        return parse(job), []
+    except InvalidJob as error:
+        return None, list(error.problems)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(places(DEFAULT)[1:]), st.text(max_size=5), VALUES)
+def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> None:
+    job = json.loads(json.dumps(DEFAULT))
+    part = job
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1] + added] = value
+    spec, problems = outcome(job)
+    assert (spec is None) == bool(problems)
+    assert all(problem.strip() for problem in problems)
+    if spec is not None:
+        assert parse(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.anyio
+async def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
+    spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
+    with pytest.raises(InvalidJob) as refused:
+        await check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(), ("0", "1"))
+    message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
+    assert any(problem.startswith(message) for problem in refused.value.problems)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["none", "x" * 5000])
+async def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
+    sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
+
+    async def problems() -> list[str]:
+        spec = parse({**DEFAULT, "model": {"path": "m", "adapter": str(tmp_path / name)}})
+        with pytest.raises(InvalidJob) as refused:
+            await check(spec, StaticDirectory({"ocr": "x:1"}), sources, Limits())
+        return [problem for problem in refused.value.problems if problem.startswith("model.adapter: ")]
+
+    assert len(await problems()) == 1
+    if len(name) < 255:
+        (tmp_path / name).mkdir()
+        assert "holds no adapter: give a folder with pytorch_lora_weights.safetensors" in (await problems())[0]
+        (tmp_path / name / "adapter_model.safetensors").touch()  # what is in it, the trainer says
+        assert await problems() == []
+
+
+@pytest.mark.parametrize(
+    ("job", "problem"),
+    [
+        ({"rewards": {"orc": {}}}, "rewards.orc: this controller has no such reward service; it has: jpeg, ocr"),
+        ({"rollout": {"pool": "h200"}}, "rollout.pool = 'h200': this fleet has no such pool; it has: a, b"),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str, Any], problem: str) -> None:
+    directory = StaticDirectory({"ocr": "x:1", "jpeg": "x:2"})
+    directory.pools = {"b", "a"}
+    with pytest.raises(InvalidJob) as refused:
+        await check(parse({**DEFAULT, **job}), directory, Sources(Places()), Limits())
+    assert problem in refused.value.problems

@@ -1,0 +1,296 @@
+"""What a model and its data must agree on, asked at submit through the API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import ExifTags, Image
+
+from flowfleet.job.spec import parse_job
+from flowfleet.media.files import MediaLimits
+from services.controller.jobs.submission.data_checks import MAX_LINES
+from tests.services.controller.conftest import Api
+
+pytestmark = pytest.mark.anyio
+Job = Callable[..., dict[str, Any]]
+
+
+def model(path: Path, pipeline: str) -> dict[str, Any]:
+    path.mkdir(exist_ok=True)
+    (path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    return {"path": str(path)}
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> dict[str, Any]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return {"train": str(path)}
+
+
+def pair(chosen: str = "1.png", rejected: str = "2.png", **more: Any) -> dict[str, Any]:
+    return {"prompt": "a", "chosen": chosen, "rejected": rejected, **more}
+
+
+def prompts_of(folder: Path) -> dict[str, str]:
+    """Data of a job that validates."""
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    return {name: str(folder / "prompts.txt") for name in ("train", "validation")}
+
+
+def picture(path: Path, width: int, height: int, orientation: int | None = None) -> str:
+    """Its file name."""
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", (width, height)).save(path, exif=exif)
+    return path.name
+
+
+async def refusals(api: Api, job: dict[str, Any]) -> list[tuple[str, str]]:
+    """(setting, detail) of each error; none when the job is taken."""
+    response = await api.client.post("/v1/jobs", json=job)
+    if response.status_code == 202:
+        return []
+    assert response.status_code == 422, response.text
+    return [(error["setting"], error["detail"]) for error in response.json()["errors"]]
+
+
+async def test_a_pipeline_that_is_not_supported(api: Api, job: Job, tmp_path: Path) -> None:
+    [(setting, detail)] = await refusals(api, job(model=model(tmp_path / "m", "CogView4Pipeline")))
+    assert setting == "model.path"
+    assert "is a CogView4Pipeline, which is not supported: use one of" in detail
+    assert "QwenImagePipeline" in detail
+    (tmp_path / "m" / "model_index.json").write_text("[]")
+    [(setting, detail)] = await refusals(api, job(model={"path": str(tmp_path / "m")}))
+    assert setting == "model.path"
+    assert "does not name a pipeline class" in detail
+
+
+@pytest.mark.parametrize("num_frames", [1, 9])
+async def test_a_video_model_takes_one_frame_or_more(api: Api, job: Job, tmp_path: Path, num_frames: int) -> None:
+    rollout = {"num_frames": num_frames}
+    assert await refusals(api, job(model=model(tmp_path / "m", "WanPipeline"), rollout=rollout)) == []
+
+
+@pytest.mark.parametrize("num_frames", [2, 4, 7, 80])
+async def test_frames_of_a_video_are_those_of_whole_latent_frames(
+    api: Api, job: Job, tmp_path: Path, num_frames: int
+) -> None:
+    wan = model(tmp_path / "m", "WanPipeline")
+    [(setting, detail)] = await refusals(api, job(model=wan, rollout={"num_frames": num_frames}))
+    assert setting == "rollout.num_frames"
+    below, above = (num_frames - 1) // 4 * 4 + 1, -(-(num_frames - 1) // 4) * 4 + 1
+    assert f"set it to {below} or {above}" in detail
+
+
+async def test_the_checkpoints_vae_says_which_sizes_are_drawn(api: Api, job: Job, tmp_path: Path) -> None:
+    wan = model(tmp_path / "m", "WanPipeline")
+    rollout = {"num_frames": 5, "height": 48, "width": 64}
+    (tmp_path / "m" / "vae").mkdir()
+    config = tmp_path / "m" / "vae" / "config.json"
+    for content in ('{"scale_factor_spatial": 8}', "{}", "[]", "no JSON"):
+        config.write_text(content)
+        assert await refusals(api, job(model=wan, rollout=rollout)) == []
+    config.write_text('{"scale_factor_spatial": 16}')
+    [(setting, detail)] = await refusals(api, job(model=wan, rollout=rollout))
+    assert setting == "rollout.height"
+    assert "draws multiples of 32 pixels" in detail
+    held_out = {"rollout": {**rollout, "height": 64}, "data": prompts_of(tmp_path)}
+    [(setting, detail)] = await refusals(api, job(model=wan, **held_out, schedule={"validation_width": 80}))
+    assert setting == "schedule.validation_width"
+    assert "draws multiples of 32 pixels" in detail
+
+
+async def test_what_rewards_would_refuse_is_not_sampled(api: Api, job: Job, tmp_path: Path) -> None:
+    wan = model(tmp_path / "m", "WanPipeline")
+    limits = MediaLimits()
+    most = limits.max_total_pixels // (1024 * 1024)  # 128
+    rollout = {"height": 1024, "width": 1024, "num_frames": most - 3}
+    assert await refusals(api, job(model=wan, rollout=rollout)) == []
+    [(setting, detail)] = await refusals(api, job(model=wan, rollout={**rollout, "num_frames": most + 1}))
+    assert setting == "rollout"
+    assert f"129 frames of 1024 x 1024: at most {limits.max_frames} frames and {limits.max_total_pixels}" in detail
+    [(setting, detail)] = await refusals(api, job(rollout={"height": 4096, "width": 4112}))
+    assert (setting, f"at most {limits.max_pixels} pixels" in detail) == ("rollout", True)
+    large = {"validation_height": 4096, "validation_width": 4112}
+    [(setting, detail)] = await refusals(api, job(data=prompts_of(tmp_path), schedule=large))
+    assert (setting, "lower schedule.validation_height" in detail) == ("schedule", True)
+
+
+def test_as_many_frames_as_a_job_may_ask_for_are_read() -> None:
+    asked = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
+    parse_job({**asked, "rollout": {"num_frames": MediaLimits().max_frames}})
+    with pytest.raises(ValueError, match=r"rollout\.num_frames"):
+        parse_job({**asked, "rollout": {"num_frames": MediaLimits().max_frames + 1}})
+
+
+async def test_embedded_guidance_goes_with_a_distilled_model(api: Api, job: Job, tmp_path: Path) -> None:
+    rollout = {"embedded_guidance": 3.5}
+    assert await refusals(api, job(model=model(tmp_path / "m", "FluxPipeline"), rollout=rollout)) == []
+    [(setting, _)] = await refusals(api, job(model=model(tmp_path / "m", "WanPipeline"), rollout=rollout))
+    assert setting == "rollout.embedded_guidance"
+
+
+async def test_only_models_that_cut_prompts_take_a_length(api: Api, job: Job, tmp_path: Path) -> None:
+    async def refused(pipeline: str, tokens: int) -> list[tuple[str, str]]:
+        asked = {**model(tmp_path / "m", pipeline), "max_sequence_length": tokens}
+        return await refusals(api, job(model=asked))
+
+    assert await refused("StableDiffusion3Pipeline", 128) == []
+    [(setting, detail)] = await refused("StableDiffusion3Pipeline", 513)
+    assert (setting, "Stable Diffusion 3 takes at most 512 tokens" in detail) == ("model.max_sequence_length", True)
+    [(setting, detail)] = await refused("QwenImagePipeline", 128)
+    assert (setting, "Qwen-Image, which cuts no prompts" in detail) == ("model.max_sequence_length", True)
+
+
+async def test_images_go_with_models_that_take_them(api: Api, job: Job, tmp_path: Path) -> None:
+    edit = model(tmp_path / "edit", "QwenImageEditPlusPipeline")
+    picture(tmp_path / "1.png", 8, 8)
+    with_one = lines(tmp_path / "one.jsonl", {"prompt": "a", "images": ["1.png"]})
+    mixed = lines(tmp_path / "mixed.jsonl", {"prompt": "a", "images": ["1.png"]}, {"prompt": "b"})
+    assert await refusals(api, job(model=edit, data=with_one, rollout={"condition_pixels": 1024})) == []
+    [(setting, detail)] = await refusals(api, job(model=edit, data=mixed))
+    assert setting == "data.train"
+    assert detail.endswith('mixed.jsonl:2: Qwen-Image-Edit-Plus needs condition images: add "images"')
+    [(setting, detail)] = await refusals(api, job(model=edit, data={**with_one, "validation": mixed["train"]}))
+    assert (setting, "mixed.jsonl:2" in detail) == ("data.validation", True)
+    [(setting, detail)] = await refusals(api, job(data=with_one))
+    assert detail.endswith('one.jsonl:1: Qwen-Image takes no images: leave out "images"')
+
+
+@pytest.fixture
+def edit(job: Job, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A job that edits: each set of data is given as the images of its lines."""
+
+    def make(train: list[list[str]], validation: list[list[str]] | None = None) -> dict[str, Any]:
+        sets = {"train": train} | ({} if validation is None else {"validation": validation})
+        data = {
+            name: lines(tmp_path / f"{name}.jsonl", *({"prompt": "a", "images": row} for row in rows))["train"]
+            for name, rows in sets.items()
+        }
+        return job(model=model(tmp_path / "edit", "QwenImageEditPlusPipeline"), data=data)
+
+    return make
+
+
+async def test_condition_images_of_one_shape_are_taken_whatever_their_size(
+    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    wide = [picture(tmp_path / "1.png", 30, 20), picture(tmp_path / "2.jpg", 600, 400)]
+    turned = [picture(tmp_path / f"turned{o}.{kind}", 40, 60, o) for o, kind in ((6, "jpg"), (8, "png"), (5, "webp"))]
+    upright = picture(tmp_path / "3.webp", 15, 10, 3)
+    square = picture(tmp_path / "4.png", 7, 7)
+    rows = [[image, square] for image in (*wide, *turned, upright, "s3://bucket/any.png")]
+    assert await refusals(api, edit(rows, rows[:1])) == []
+
+
+async def test_condition_images_of_another_shape_are_refused(
+    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    wide, square = picture(tmp_path / "wide.png", 30, 20), picture(tmp_path / "square.png", 16, 16)
+    tall = picture(tmp_path / "tall.jpg", 30, 20, 6)
+    [first, second] = await refusals(api, edit([[wide], [wide], [square], [tall]]))
+    assert first[0] == "data.train"
+    for words in ("train.jsonl:3: ", "square.png is 16 x 16 (1:1)", "train.jsonl:1 is 30 x 20 (3:2)", "crop or pad"):
+        assert words in first[1]
+    assert "train.jsonl:4: " in second[1]
+    assert "tall.jpg is 20 x 30 (2:3)" in second[1]
+    [(_, detail)] = await refusals(api, edit([[wide, square], [square, square]]))
+    assert "image 1 of " in detail
+    [(setting, detail)] = await refusals(api, edit([[wide]], [[wide], [square]]))
+    assert setting == "data.validation"
+    assert "validation.jsonl:2: " in detail
+    assert "train.jsonl:1 is 30 x 20" in detail
+
+
+async def test_another_number_of_condition_images_is_refused(
+    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    square = picture(tmp_path / "square.png", 16, 16)
+    [(setting, detail)] = await refusals(api, edit([[square], [square, square]]))
+    assert setting == "data.train"
+    assert "train.jsonl:2: has 2 condition images, but " in detail
+    assert "train.jsonl:1 has 1: give every line" in detail
+
+
+async def test_a_condition_image_without_a_header_is_refused(
+    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    good = picture(tmp_path / "good.png", 16, 16)
+    (tmp_path / "bad.png").write_bytes(b"text")
+    for rows, line in (([[good], ["bad.png"]], 2), ([["bad.png"], [good]], 1)):
+        [(_, detail)] = await refusals(api, edit(rows))
+        assert f"train.jsonl:{line}: " in detail
+        assert "bad.png is not a readable image/png" in detail
+
+
+async def test_good_preferences_are_taken_without_a_reward(api: Api, job: Job, tmp_path: Path) -> None:
+    for name in ("1.png", "2.webp", "1.mp4", "2.mp4"):
+        (tmp_path / name).write_bytes(b"medium")
+    pictures = lines(tmp_path / "p.jsonl", pair("1.png", "2.webp"), pair(str(tmp_path / "1.png"), "s3://bucket/x.jpg"))
+    assert await refusals(api, job(algorithm={"name": "dpo"}, data=pictures, rewards={})) == []
+    videos = lines(tmp_path / "v.jsonl", pair("1.mp4", "2.mp4"))
+    wan = model(tmp_path / "m", "WanPipeline")
+    parts = {"algorithm": {"name": "dpo"}, "model": wan, "rollout": {"num_frames": 9}, "rewards": {}}
+    assert await refusals(api, job(**parts, data=videos)) == []
+    [(_, detail)] = await refusals(
+        api, job(algorithm={"name": "dpo"}, data={**pictures, "validation": job()["data"]["train"]}, rewards={})
+    )
+    assert "name at least one reward service" in detail
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (pair("absent.png"), "pairs.jsonl:2: there is no file "),
+        (pair("1.mp4"), "pairs.jsonl:2: "),
+        (pair("1.gif"), "pairs.jsonl:2: "),
+        ({"prompt": "a"}, "pairs.jsonl:2: expected an object like"),
+        (pair(images=["1.png"]), 'pairs.jsonl:2: Qwen-Image takes no images: leave out "images"'),
+    ],
+)
+async def test_a_bad_preference_is_named(api: Api, job: Job, tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    for name in ("1.png", "2.png", "1.mp4"):
+        (tmp_path / name).write_bytes(b"medium")
+    [(setting, detail)] = await refusals(
+        api, job(algorithm={"name": "dpo"}, data=lines(tmp_path / "pairs.jsonl", pair(), row))
+    )
+    assert setting == "data.train"
+    assert words in detail
+
+
+async def test_a_picture_is_no_video(api: Api, job: Job, tmp_path: Path) -> None:
+    for name in ("1.png", "2.mp4"):
+        (tmp_path / name).write_bytes(b"medium")
+    data = lines(tmp_path / "pairs.jsonl", pair("1.png", "2.mp4"))
+    wan = model(tmp_path / "m", "WanPipeline")
+    for num_frames, words in ((9, "1.png is no video"), (1, "2.mp4 is no picture")):
+        parts = {"algorithm": {"name": "dpo"}, "model": wan, "rollout": {"num_frames": num_frames}}
+        [(setting, detail)] = await refusals(api, job(**parts, data=data))
+        assert setting == "data.train"
+        assert words in detail
+
+
+async def test_many_bad_lines_are_named_up_to_a_limit(api: Api, job: Job, tmp_path: Path) -> None:
+    data = lines(tmp_path / "pairs.jsonl", *[pair("absent.png", "gone.png")] * 1000)
+    found = await refusals(api, job(algorithm={"name": "dpo"}, data=data))
+    assert len(found) == MAX_LINES
+    assert "pairs.jsonl:1: " in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("hf://datasets/org/name", "--data-url hf://datasets/org"),
+        ("hf://org/name", "write hf://datasets/ORG/NAME"),
+        ("s3://other/prompts.csv", "--data-url s3://other"),
+        ("s3://bucket/prompts.tsv", "it ends in .tsv, which is no format of prompts: give .txt, .jsonl"),
+    ],
+)
+async def test_remote_places_are_refused_by_their_name_alone(api: Api, job: Job, place: str, words: str) -> None:
+    [(setting, detail)] = await refusals(api, job(data={"train": place}))
+    assert setting == "data.train"
+    assert words in detail
