@@ -21,7 +21,7 @@ from flowfleet.process import service
 from services.controller.__main__ import main as controller_main
 from services.controller.fleet.directory import Directory
 from services.controller.jobs.scheduler import JobScheduler
-from services.controller.platforms.local.launcher import Launcher
+from services.controller.platforms.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
 

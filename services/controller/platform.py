@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from services.controller.fleet.directory import Directory, StaticDirectory
-from services.controller.platforms.local.launcher import Launcher, LocalLauncher
+from services.controller.fleet.directory import Directory
+from services.controller.platforms.launcher import Launcher
+from services.controller.platforms.local.directory import StaticDirectory
+from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.scaling.deletion_cost import ANNOTATION, SetCost
 from services.controller.settings import ControllerSettings
 

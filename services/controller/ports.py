@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
-from services.controller.platforms.local.launcher import Launcher
+from services.controller.platforms.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
 

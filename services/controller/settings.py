@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from flowfleet.process.service import API_KEY, is_loopback, service_parser
 from flowfleet.redis import sentinel as redis_sentinel
-from services.controller.fleet.directory import addresses
 from services.controller.limits import Limits
 from services.controller.platforms.kubernetes.template import load_template
+from services.controller.platforms.local.directory import addresses
 from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
 from services.controller.reading.places import Places, url_origin

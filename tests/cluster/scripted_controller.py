@@ -15,9 +15,10 @@ from redis.asyncio import Redis
 from flowfleet.data.blobs import open_blobs
 from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from services.controller.__main__ import main
-from services.controller.fleet.directory import Directory, StaticDirectory
+from services.controller.fleet.directory import Directory
 from services.controller.jobs.scheduler import JobScheduler
-from services.controller.platforms.local.launcher import Launcher
+from services.controller.platforms.launcher import Launcher
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
 from tests.services.controller.scripted import ScriptedLauncher, ScriptedReward, ScriptedRollout, ScriptedTrainer

@@ -1,7 +1,9 @@
 """One running job.
 
-state_machine   what is wanted now; state is what it knows, batch its step, events its input
-driver          starts what is wanted and makes what happened durable in the ledger
-step            does it: one method a command
+machine/        what is wanted now: events in, commands out; the ledger keeps the events
+driver          starts what is wanted and makes what happened durable
+step            runs each command: commands/ has a file each
+trainer/        calls to the job's trainer, and how long it may be silent
 recovery/       what becomes of failures
+reporting/      metrics, events and results of the job
 """

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
 from services.controller.concurrency import Changes
 from services.controller.fleet.pool import RolloutPool
+from services.controller.job.machine import events as ev
 from services.controller.job.machine.ledger import RolledBack
 from services.controller.job.machine.state_machine import Machine
 from services.controller.job.trainer.client import JobTrainer
@@ -76,6 +78,10 @@ class JobContext(JobCore):
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfill a condition."""
         await self.changes.until(condition)
+
+    async def pause(self, reason: str) -> None:
+        """Pauses the job until the user resumes it; commands that are still wanted then start again."""
+        await self.emit(ev.PauseRequested(reason=reason), also=partial(self.store.jobs.hold, self.job_id))
 
     def rewards(self, prompt: Prompt, step: int) -> Mapping[str, RewardPart]:
         """Rewards that score training samples of a prompt, as its source weighs them."""

@@ -31,18 +31,18 @@ from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev
-from services.controller.job.machine.ledger import Also, Ledger
-from services.controller.job.machine.state import Status
-from services.controller.job.machine.state_machine import (
+from services.controller.job.machine.command import (
     Command,
     ComputeAdvantages,
     EnsureTrainer,
     Generate,
-    Machine,
     Score,
     TrainStep,
     Validate,
 )
+from services.controller.job.machine.ledger import Also, Ledger
+from services.controller.job.machine.state import Status
+from services.controller.job.machine.state_machine import Machine
 from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
 from services.controller.job.reporting.counts import ProgressTold, counts_of

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flowfleet.process import traces
-from services.controller.job.machine.state_machine import Command, Machine, TrainStep
+from services.controller.job.machine.command import Command, TrainStep
+from services.controller.job.machine.state_machine import Machine
 from services.controller.waiting import NotYet
 
 if TYPE_CHECKING:

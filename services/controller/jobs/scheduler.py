@@ -24,7 +24,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
 from services.controller.concurrency import Changes, Children, end, wait
-from services.controller.fleet.directory import Directory, StaticDirectory
+from services.controller.fleet.directory import Directory
 from services.controller.fleet.pool import RolloutPool
 from services.controller.fleet.replicas import Replica
 from services.controller.fleet.watch import FleetWatch
@@ -38,7 +38,9 @@ from services.controller.job.trainer.client import JobTrainer
 from services.controller.jobs.quarantine import Quarantine
 from services.controller.jobs.submission.opening import JobData, open_job
 from services.controller.metrics.monitor import Monitor
-from services.controller.platforms.local.launcher import Launcher, LocalLauncher, stop_for_good
+from services.controller.platforms.launcher import Launcher, stop_for_good
+from services.controller.platforms.local.directory import StaticDirectory
+from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.mixture import Mixture

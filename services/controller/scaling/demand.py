@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict
 from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.redis import keys
 from services.controller.fleet.pool import LOOKAHEAD
-from services.controller.job.machine.state_machine import Machine, Validate
+from services.controller.job.machine.command import Validate
+from services.controller.job.machine.state_machine import Machine
 from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.store.leadership import Lease
 from services.controller.store.records import JobRecord

@@ -20,7 +20,7 @@ from services.controller.api.dependencies import Services
 from services.controller.app import create_app
 from services.controller.fleet.directory import Directory
 from services.controller.fleet.replicas import Replica
-from services.controller.platforms.local.launcher import Launcher
+from services.controller.platforms.launcher import Launcher
 from services.controller.rewards import trials as reward_trials
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store

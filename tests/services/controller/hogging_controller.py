@@ -9,20 +9,20 @@ import time
 from typing import Any
 
 from services.controller.__main__ import main
-from services.controller.job.step import TrainingStep
+from services.controller.job import step
 from services.controller.jobs import quarantine
 from tests.services.controller.scripted_controller import runner
 
 quarantine.MARK_S, quarantine.END_S = 0.5, 2.0
-ensure_trainer = TrainingStep.ensure_trainer
+ensure_trainer = step.ensure_trainer  # type: ignore[attr-defined]
 
 
-def hold(step: Any) -> Any:
-    while step.job.spec.name == "hog" and os.path.exists(os.environ["HOG"]):
+def hold(job: Any) -> Any:
+    while job.spec.name == "hog" and os.path.exists(os.environ["HOG"]):
         time.sleep(0.01)
-    return ensure_trainer(step)
+    return ensure_trainer(job)
 
 
 if __name__ == "__main__":
-    TrainingStep.ensure_trainer = hold  # type: ignore[method-assign, assignment]
+    step.ensure_trainer = hold  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:], runner))

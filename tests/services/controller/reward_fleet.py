@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rewards.requests import EncodedSample
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards.job_rewards import JobRewards
 from services.controller.rewards.metrics import RewardCalls
 

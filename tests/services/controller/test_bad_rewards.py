@@ -24,7 +24,7 @@ from flowfleet.proto.reward_pb2 import (
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
 from flowfleet.rewards.requests import EncodedSample
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards import client as reward_service
 from services.controller.rewards.answers import Answer
 from services.controller.rewards.failures import RewardFailure

@@ -9,10 +9,10 @@ import pytest
 from flowfleet.errors import Full
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis.client import connect
-from services.controller.fleet.directory import StaticDirectory
 from services.controller.jobs.submission.checks import check
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.limits import Limits
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 from services.controller.store.store import Store

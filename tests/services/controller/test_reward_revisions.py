@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from flowfleet.rewards.changes import RewardSet, ShadowPart
 from services.controller.job.machine import events as ev
+from services.controller.job.machine.command import Command, ComputeAdvantages, Score
 from services.controller.job.machine.events import event_from_json, event_to_json
 from services.controller.job.machine.state import State, Status
-from services.controller.job.machine.state_machine import Command, ComputeAdvantages, Machine, Score
+from services.controller.job.machine.state_machine import Machine
 from tests.services.controller.job.machine.test_state_machine import World, finish_step, make_spec, ready
 
 

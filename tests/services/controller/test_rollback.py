@@ -17,20 +17,20 @@ from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.job.machine import events as ev
-from services.controller.job.machine.events import event_from_json
-from services.controller.job.machine.ledger import Ledger, RolledBack
-from services.controller.job.machine.state import Status
-from services.controller.job.machine.state_machine import (
+from services.controller.job.machine.command import (
     Checkpoint,
     Command,
     ComputeAdvantages,
     EnsureTrainer,
     Generate,
-    Machine,
     Publish,
     TrainStep,
     Validate,
 )
+from services.controller.job.machine.events import event_from_json
+from services.controller.job.machine.ledger import Ledger, RolledBack
+from services.controller.job.machine.state import Status
+from services.controller.job.machine.state_machine import Machine
 from services.controller.store.leadership import Lease
 from tests.services.controller.job.machine.test_state_machine import World, finish_step, make_spec, ready
 

@@ -28,7 +28,6 @@ its evaluated weights, for validation alone, then those that sample.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import assert_never
 
@@ -40,66 +39,22 @@ from services.controller.job.machine import events as ev
 from services.controller.job.machine import log_prob_gap as gap
 from services.controller.job.machine import validation_limits
 from services.controller.job.machine.batch import Batch, Phase, SampleState, with_dropped
+from services.controller.job.machine.command import (
+    Checkpoint,
+    Command,
+    ComputeAdvantages,
+    EnsureTrainer,
+    Export,
+    Generate,
+    Publish,
+    Score,
+    TrainStep,
+    Validate,
+)
 from services.controller.job.machine.state import TERMINAL, Revision, State, Status
 
 MAX_LOST = 3
 """Times that a sample is made again because a blob of it was lost; then it is dropped."""
-
-
-@dataclass(frozen=True)
-class EnsureTrainer:
-    """Find or start the job's trainer and configure it."""
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Sample what these groups still want, as one request to one replica."""
-
-    step: int
-    groups: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Score:
-    """Score the samples of a complete group that have no score."""
-
-    step: int
-    group: int
-
-
-@dataclass(frozen=True)
-class ComputeAdvantages:
-    step: int
-
-
-@dataclass(frozen=True)
-class TrainStep:
-    step: int
-
-
-@dataclass(frozen=True)
-class Publish:
-    version: int
-    evaluated: bool = False
-    """Publishes the evaluated (averaged) weights; else those that sample."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    version: int
-
-
-@dataclass(frozen=True)
-class Validate:
-    version: int
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write the trained model."""
-
-
-Command = EnsureTrainer | Generate | Score | ComputeAdvantages | TrainStep | Publish | Checkpoint | Validate | Export
 
 
 class Machine:

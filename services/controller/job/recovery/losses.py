@@ -20,7 +20,7 @@ from flowfleet.errors import DataLoss, NotFound
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev
-from services.controller.job.machine.state_machine import Command, Score, TrainStep
+from services.controller.job.machine.command import Command, Score, TrainStep
 from services.controller.store.sample_refs import TRAINED
 
 log = logging.getLogger(__name__)

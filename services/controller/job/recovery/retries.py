@@ -8,7 +8,7 @@ from enum import StrEnum
 import grpc
 
 from flowfleet.backoff import backoff_s
-from services.controller.job.machine.state_machine import Checkpoint, Command, EnsureTrainer, Export, Publish, TrainStep
+from services.controller.job.machine.command import Checkpoint, Command, EnsureTrainer, Export, Publish, TrainStep
 
 Code = grpc.StatusCode
 

@@ -10,7 +10,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import job_token
-from services.controller.platforms.local.launcher import Launcher, stop_for_good, stopped
+from services.controller.platforms.launcher import Launcher, stop_for_good, stopped
 from services.controller.rewards.gradients import GradientRewards
 from services.controller.waiting import NotYet
 

@@ -16,8 +16,9 @@ import grpc
 from flowfleet.proto import trainer_pb2
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev
+from services.controller.job.machine.command import Command
 from services.controller.job.machine.state import Status
-from services.controller.job.machine.state_machine import Command, Machine
+from services.controller.job.machine.state_machine import Machine
 from services.controller.job.recovery.retries import TRAINER_COMMANDS
 from services.controller.job.trainer.hangs import HangJudge, Progress
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
@@ -27,58 +26,12 @@ from flowfleet.process.forkserver import Order, start_ticks
 from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, usable_cpus
 from flowfleet.rpc.kinds import job_accept, trainer_environment
 from services.controller.platforms.local.fork_server import TrainerForks
-from services.controller.store.leadership import LeaseLost
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
-STOP_TRIES = 5
-STOP_DELAY_S = 1.0
-
-
-class Launcher(Protocol):
-    """Where trainers run: processes here, Jobs on Kubernetes."""
-
-    async def ensure(self, job_id: str, spec: JobSpec) -> str:
-        """The address (host:port) of the job's live trainer, started if there is none.
-
-        Raises ValueError for a job whose trainer cannot run here.
-        """
-
-    async def alive(self, job_id: str) -> bool:
-        """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
-
-    async def termination_message(self, job_id: str) -> str:
-        """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
-
-    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
-        """Ends the trainer, if there is one; `at_once` one that hangs, which can handle no signal."""
-
-    async def keep_only(self, job_ids: Collection[str]) -> None:
-        """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
-
-
-async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> bool:
-    """Ends the trainer; False, and said in the log, if that did not work. Raises nothing but LeaseLost."""
-    try:
-        await launcher.stop(job_id, at_once=at_once)
-    except LeaseLost:
-        raise
-    except Exception as error:  # of whatever there is between us and it: no job ends otherwise because of that
-        log.warning("could not end the trainer: %s: %s", type(error).__name__, error, extra={"job": job_id})
-        return False
-    return True
-
-
-async def stop_for_good(launcher: Launcher, job_id: str) -> None:
-    """Retries `stopped`. Trainers that remain get no more calls and end by themselves, or by `keep_only`."""
-    for _ in range(STOP_TRIES):
-        if await stopped(launcher, job_id):
-            return
-        await asyncio.sleep(STOP_DELAY_S)
-    log.error("could not stop the trainer of an ended job", extra={"job": job_id})
 
 
 @dataclass(frozen=True)

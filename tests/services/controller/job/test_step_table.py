@@ -7,8 +7,9 @@ from typing import get_args
 
 from services.controller.job import step
 from services.controller.job.machine import events as ev
+from services.controller.job.machine.command import Command, Generate, Publish, Score
 from services.controller.job.machine.state import Status
-from services.controller.job.machine.state_machine import Command, Generate, Machine, Publish, Score
+from services.controller.job.machine.state_machine import Machine
 from tests.services.controller.job.machine.test_state_machine import make_spec
 
 NAMES = [command.__name__ for command in get_args(Command)]

@@ -7,19 +7,19 @@ from typing import cast
 
 import pytest
 
-from services.controller.job.machine.state_machine import (
+from services.controller.job.machine.command import (
     Checkpoint,
     Command,
     ComputeAdvantages,
     EnsureTrainer,
     Export,
     Generate,
-    Machine,
     Publish,
     Score,
     TrainStep,
     Validate,
 )
+from services.controller.job.machine.state_machine import Machine
 from services.controller.job.tracing import step_of
 
 

@@ -19,8 +19,9 @@ from flowfleet.redis.client import connect
 from services.controller import concurrency
 from services.controller.jobs import scheduler as runner
 from services.controller.jobs.scheduler import JobScheduler
-from services.controller.platforms.local import launcher
-from services.controller.platforms.local.launcher import LocalLauncher, stopped
+from services.controller.platforms import launcher
+from services.controller.platforms.launcher import stopped
+from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.prompts.sources import Unread
 from services.controller.settings import ControllerSettings
 from services.controller.store.leadership import LeaseLost

@@ -12,7 +12,7 @@ from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto.common_pb2 import Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest, TrainStepResponse
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.gradients import GradientRewards, told, trains_on
 

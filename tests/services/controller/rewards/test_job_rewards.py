@@ -13,7 +13,7 @@ import pytest
 from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rewards.requests import EncodedSample
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference

@@ -17,7 +17,7 @@ from flowfleet.proto import externalscaler_pb2 as pb
 from flowfleet.proto import externalscaler_pb2_grpc
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.scaling.demand import Demand, DemandHash
 from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.store.leadership import Lease

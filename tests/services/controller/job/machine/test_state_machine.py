@@ -13,22 +13,21 @@ from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.batch import Phase, Scored
-from services.controller.job.machine.events import VOLATILE, event_from_json, event_to_json
-from services.controller.job.machine.state import State, Status
-from services.controller.job.machine.state_machine import (
-    MAX_LOST,
+from services.controller.job.machine.command import (
     Checkpoint,
     Command,
     ComputeAdvantages,
     EnsureTrainer,
     Export,
     Generate,
-    Machine,
     Publish,
     Score,
     TrainStep,
     Validate,
 )
+from services.controller.job.machine.events import VOLATILE, event_from_json, event_to_json
+from services.controller.job.machine.state import State, Status
+from services.controller.job.machine.state_machine import MAX_LOST, Machine
 
 
 def make_spec(**changes: object) -> JobSpec:

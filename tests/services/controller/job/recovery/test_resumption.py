@@ -16,9 +16,10 @@ from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.job.machine import events as ev
+from services.controller.job.machine.command import Checkpoint, EnsureTrainer, Export, TrainStep
 from services.controller.job.machine.ledger import Ledger
 from services.controller.job.machine.state import LEDGER_FORMAT
-from services.controller.job.machine.state_machine import Checkpoint, EnsureTrainer, Export, Machine, TrainStep
+from services.controller.job.machine.state_machine import Machine
 from services.controller.job.recovery import retries
 from services.controller.job.recovery.retries import FailureAction, decide
 from services.controller.platforms.local.launcher import LocalLauncher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.controller.job.machine.state_machine import (
+from services.controller.job.machine.command import (
     Command,
     EnsureTrainer,
     Generate,

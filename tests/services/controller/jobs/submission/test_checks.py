@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.job.spec import JobSpec
-from services.controller.fleet.directory import StaticDirectory
 from services.controller.jobs.submission.checks import check, parse
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.limits import Limits
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from services.controller.fleet.directory import StaticDirectory
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.settings import ControllerSettings
 
 

@@ -1,0 +1,28 @@
+"""TrainStep: update the model once."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from flowfleet.data.lineage import follow
+from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
+from services.controller.job.context import JobContext
+from services.controller.job.machine import events as ev
+
+
+async def train(job: JobContext, step: int) -> None:
+    """Update the model once. The trainer records each step, so a repeated request changes nothing."""
+    request = await job.load_train_request(step)
+    with job.pool.updating():
+        result = await job.trainer.train(request)
+    if step == job.machine.state.version:
+        await job.reports.trained(request, result)
+    trained = ev.Trained(
+        step=step,
+        log_prob_gap=result.metrics.get(LOG_PROB_GAP),
+        log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
+        lineage=await asyncio.to_thread(follow, dict(job.machine.state.history), request),
+    )
+    hold = partial(job.store.jobs.hold, job.job_id) if job.machine.too_far(trained) else None
+    await job.emit(trained, also=hold)
