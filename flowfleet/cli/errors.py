@@ -26,7 +26,7 @@ EXTRAS: Final = {
 """Command to the extra that it needs beyond the base install. Commands that start processes need `local`."""
 
 REMOVED: Final = {
-    "chaos": "run `pytest tests/e2e/test_chaos.py` in a clone (docs/operations.md, Chaos)",
+    "chaos": "run `pytest tests/e2e/test_chaos.py` in a clone (CONTRIBUTING.md, Inject faults)",
 }
 """Command of the last release to what replaces it."""
 
