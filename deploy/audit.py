@@ -53,7 +53,7 @@ def installed() -> dict[str, str]:
 
 
 def ask(versions: Mapping[str, str], flags: Sequence[str]) -> list[dict[str, Any]]:
-    """What pip-audit knows of each package: its `vulns`, or a `skip_reason`. Raises NoData."""
+    """Asks pip-audit about the packages. Each entry has a package's `vulns`, or a `skip_reason`. Raises NoData."""
     with tempfile.TemporaryDirectory() as place:
         pins = Path(place, "pins.txt")
         pins.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))

@@ -33,7 +33,7 @@ class Library:
     """The table `[library]`: what an image of its own needs besides the extra of its name."""
 
     about: str
-    """What the image adds, for its label."""
+    """Names what the image adds, for its label."""
     license: str
     """License of the library's code."""
     imports: str
@@ -52,11 +52,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Folder:
-    """One `scorer.toml`: a scorer, or a family of scorers that share code."""
+    """Content of a `scorer.toml`: a scorer, or a family of scorers that share code."""
 
     name: str
     score: str
-    """What the score says, for the table of docs/scorers.md."""
+    """Meaning of the score, for the table of docs/scorers.md."""
     media: str
     image: str = SHARED_IMAGES[0]
     """Image without its prefix, and extra of pyproject.toml."""

@@ -66,7 +66,7 @@ def _own(loss: Loss) -> dict[str, Any]:
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:
-    """What a job gets that leaves the setting out."""
+    """Returns the value that a job gets if it leaves the setting out."""
     part, _, key = name.rpartition(".")
     return algorithm.defaults.get(name, _SCHEMA[part].model_fields[key].default)
 

@@ -31,7 +31,7 @@ def rewrite(path: Path, parts: Mapping[str, str]) -> None:
 
 
 def content(text: str, name: str) -> str:
-    """What a part of a page's text holds now; empty where it has no such part."""
+    """Returns the present content of a generated part of a page; empty if the page has no such part."""
     return text.partition(f"<!-- generated: {name} -->")[2].partition(f"<!-- end: {name} -->")[0].strip()
 
 

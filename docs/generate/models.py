@@ -34,7 +34,7 @@ CORE_MODELS = {
 
 
 class Case(NamedTuple):
-    """One job that `make test-all` runs."""
+    """Job that `make test-all` runs."""
 
     pipeline: str
     """Family of the model."""
@@ -95,7 +95,7 @@ def run_cases() -> list[Case]:
 
 
 def writes_tokens(algorithm: Algorithm) -> bool:
-    """Whether it trains models that write text, and not flows."""
+    """True if it trains models that write text, not flows."""
     return LOSSES[algorithm.loss].traits.writes_tokens
 
 

@@ -1,4 +1,4 @@
-"""What derives from the scorers: tables of docs/scorers.md and docs/rewards.md, and the chart's list of their images.
+"""Writes the scorers' tables of docs/scorers.md and docs/rewards.md, and the chart's list of their images.
 
 `python -m docs.generate.scorers` rewrites them, in the directory of the repository.
 """

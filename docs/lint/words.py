@@ -81,7 +81,7 @@ def findings_in(prose: Prose) -> Iterator[Finding]:
 
 
 def findings(path: Path, source: str) -> list[Finding]:
-    """What to change in a file, by line."""
+    """Lists what to change in a file, by line."""
     if path.suffix == ".py":
         pieces = list(python_prose(source))
     else:

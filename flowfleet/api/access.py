@@ -9,7 +9,7 @@ from flowfleet.api.answers import Answer
 
 
 class Right(StrEnum):
-    """What an API key may do, ascending: each includes those before it."""
+    """Rights of an API key, ascending: each includes those before it."""
 
     LOOK = "look"  # read everything
     VOTE = "vote"  # judge samples as well
@@ -25,10 +25,10 @@ class Upload(Answer):
 
 
 class Session(Answer):
-    """Who asks, and what they may do."""
+    """Session of the caller: its name and rights."""
 
     login: bool
-    """Whether the controller asks for an API key."""
+    """True if the controller asks for an API key."""
     name: str = ""
     """Holder of the key."""
     may: Right | None = None

@@ -1,4 +1,4 @@
-"""What the answers of the REST API share. The controller forbids unknown fields; the client ignores them (`read`)."""
+"""Base of the REST API's answers. The controller forbids unknown fields; the client ignores them (`read`)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Job(Answer):
     """Holder of the key that submitted it; empty where the controller has no keys."""
     status: JobStatus
     desired: Desired
-    """What was asked for last. The runner brings the job there. A job that pauses itself asks for it too."""
+    """State that was requested last. The runner brings the job there. A job that pauses itself requests it too."""
     reason: str = ""
     """Why the status is what it is, where that needs saying."""
     created_at: datetime

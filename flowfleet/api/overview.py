@@ -1,4 +1,4 @@
-"""What the REST API answers for the live page: jobs in a row each, and what a job did over time."""
+"""Answers of the REST API for the live page: jobs in a row each, and a job's course over time."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ class SettingProblem(Answer):
     setting: str
     """Dotted name in the request."""
     detail: str
-    """What is wrong and what to change."""
+    """Says what is wrong and what to change."""
 
 
 class Problem(Answer):

@@ -14,7 +14,7 @@ class RewardRevision(Answer):
     number: int
     """Ascending; 0 is as submitted. One that was replaced before it took effect is missing."""
     changes: list[str] = []
-    """What was asked for, a line each."""
+    """Requested changes, a line each."""
     rewards: dict[str, Any]
     """Name → settings."""
     shadows: dict[str, Any] = {}
@@ -30,7 +30,7 @@ class JobRewards(Answer):
     """Number of the newest one, pending or not: a change names it."""
     active: RewardRevision
     pending: RewardRevision | None = None
-    """What the steps that are not open yet will have."""
+    """Revision of the steps that are not open yet."""
 
     @property
     def newest(self) -> RewardRevision:
@@ -91,10 +91,10 @@ class Rewards(Answer):
     revision: int
     """Number of the newest one, pending or not: a change names it."""
     active: RewardRevision
-    """What the steps from `from_step` on have."""
+    """Revision of the steps from `from_step` on."""
     pending: RewardRevision | None
-    """What was asked for, and is not taken up yet."""
+    """Requested revision that has not taken effect yet."""
     history: list[RewardRevision]
-    """What took effect, ascending; 0 is as submitted."""
+    """Revisions that took effect, ascending; 0 is as submitted."""
     comparison: dict[str, ShadowComparison]
     """Comparison by shadow."""

@@ -1,4 +1,4 @@
-"""What people said of a job's samples: votes on pairs, and what they come to."""
+"""People's votes on pairs of a job's samples, and reports on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ballot(Answer):
     id: str = Field(pattern=r"^[A-Za-z0-9-]{8,64}$")
     """Random: a vote that is sent again counts once."""
     voter: str = Field(default="", pattern=rf"{NAME}|^$")
-    """Who votes, where the API key is not a person's own; empty: the key's name."""
+    """Name of the voter, where the API key is not a person's own; empty: the key's name."""
 
 
 class Vote(Ballot):
@@ -132,7 +132,7 @@ class RewardAgreement(Answer):
 
 
 class VoteReport(Answer):
-    """What a job's votes come to, over the newest 1,024 groups."""
+    """Report on a job's votes, over the newest 1,024 groups."""
 
     votes: int = 0
     groups: int = 0

@@ -54,7 +54,7 @@ class Archive:
         return self._lines(job_id, "events", JobEvent)
 
     def metrics(self, job_id: str) -> Iterator[MetricsRow]:
-        """One row a step, ascending."""
+        """Yields the metrics, a row per step, ascending."""
         return self._lines(job_id, "metrics", MetricsRow)
 
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(AsyncVoting):
-    """One connection pool, closed at the end of an `async with` block. Without a URL it is that of FLOWFLEET_URL, else
-    of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
-    the system's.
+    """Client of the REST API for asyncio. Its connection pool closes at the end of an `async with` block. Without a URL
+    it uses FLOWFLEET_URL, else this machine's stack. For https URLs, `ca` (else FLOWFLEET_CA) is the PEM file of a
+    private CA, trusted instead of the system's.
     """
 
     @property
     async def same_files(self) -> bool:
-        """Whether the controller sees the files of this process. Asks it, for loopback may be a forwarded port."""
+        """Asks the controller if it sees the files of this process: a loopback port may be a forwarded one."""
         return self.on_this_machine and (await self.version()).get("filesystem") == filesystem_id()
 
     # -- jobs ----------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class AsyncClient(AsyncVoting):
         return read(Job, (await self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
 
     def jobs(self, status: str | None = None) -> AsyncIterator[Job]:
-        """All jobs, or those of one status, newest first, without `spec` and `rewards`."""
+        """Yields jobs, newest first, without `spec` and `rewards`: all of them, or those of one status."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
 
     async def job(self, job_id: str) -> Job:
@@ -225,7 +225,7 @@ class AsyncClient(AsyncVoting):
             failures += 1
 
     def metrics(self, job_id: str, after: int = -1) -> AsyncIterator[MetricsRow]:
-        """One row a step, ascending, of the steps after one."""
+        """Yields the metrics of the steps after `after`, a row per step, ascending."""
         return self._pages(f"/v1/jobs/{job_id}/metrics", MetricsRow, {"cursor": after} if after >= 0 else {})
 
     def checkpoints(self, job_id: str) -> AsyncIterator[Checkpoint]:
@@ -262,7 +262,7 @@ class AsyncClient(AsyncVoting):
     # -- its model ---------------------------------------------------------------------------------------------------
 
     async def model(self, job_id: str, step: int | None = None) -> ModelManifest:
-        """What a job's model is: of a kept checkpoint's step, else the one that was trained longest."""
+        """Returns a job's model manifest: of a kept checkpoint's step, else of the longest trained model."""
         query: Query = {} if step is None else {"step": step}
         return ModelManifest.model_validate((await self._get(f"/v1/jobs/{job_id}/model", query)).json())
 

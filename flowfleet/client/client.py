@@ -50,9 +50,9 @@ def iterating(
 
 
 class Client:
-    """One connection pool, closed at the end of a `with` block. Without a URL it is that of FLOWFLEET_URL, else
-    of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
-    the system's. `transport` is for tests.
+    """Client of the REST API. Its connection pool closes at the end of a `with` block. Without a URL it uses
+    FLOWFLEET_URL, else this machine's stack. For https URLs, `ca` (else FLOWFLEET_CA) is the PEM file of a private CA,
+    trusted instead of the system's. `transport` is for tests.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def is_loopback(url: str) -> bool:
 
 
 def trusting(ca: Path | str | None) -> ssl.SSLContext | bool:
-    """What httpx verifies by: the PEM file of a private CA, else FLOWFLEET_CA, else the system's CAs."""
+    """Returns httpx's `verify`: the PEM file `ca`, else that of FLOWFLEET_CA, else True for the system's CAs."""
     ca = ca or os.environ.get(CA)
     if not ca:
         return True

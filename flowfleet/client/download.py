@@ -57,7 +57,7 @@ async def _fill(folder: Path, manifest: ModelManifest, fetch: Fetch) -> None:
 
 
 def _is_whole(folder: Path, manifest: ModelManifest) -> bool:
-    """Whether this very model lies there already, every file of it."""
+    """True if the folder already holds every file of this very model."""
     if not (folder / MANIFEST).is_file() or (folder / MARK).exists() or read_manifest(folder) != manifest:
         return False
     return all(_is_file(folder / name, file) for name, file in manifest.files.items())

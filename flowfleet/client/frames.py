@@ -1,4 +1,4 @@
-"""What a client's answers are for a notebook: tables by pandas, pictures by Pillow, neither of which it needs else."""
+"""Shows a client's answers in notebooks: tables with pandas, pictures with Pillow. Nothing else needs either."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ ENDS = {str(status) for status in JobStatus if status.terminal}
 
 
 class JobView:
-    """What is known of a job, and how to say it. Pure but for its clock. Events begin with the job's first: until the
-    step that the job has reached comes up again, they are its history."""
+    """Follows a job's events and says in words and figures how far the job is. Pure apart from its clock. Events start
+    with the job's first. They are history until they reach the step at which the job was looked up."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
         self.status = "queued"
@@ -37,7 +37,7 @@ class JobView:
 
     @property
     def is_history(self) -> bool:
-        """Whether what it has seen had happened before the job was looked up."""
+        """True while the events seen so far had happened before the job was looked up."""
         return self.progress.step < self._reached and self.status not in ENDS
 
     @property
@@ -81,7 +81,7 @@ class JobView:
         ]
 
     def line(self) -> str | None:
-        """One plain line, None while it would only repeat what the last one said."""
+        """Returns one plain line, or None if it would only repeat the last one."""
         shown = self.progress
         tenth = 10 * (shown.samples_sampled + shown.samples_scored) // max(1, 2 * shown.samples)
         key = f"{shown.step} {tenth if done_of(shown) else ''} {shown.held_out_reward} {self.status} {self.reason}"

@@ -33,7 +33,7 @@ Query = dict[str, str | int]
 
 
 class AsyncTransport:
-    """One connection pool, closed at the end of an `async with` block. `transport` is for tests."""
+    """Sends a client's requests over a connection pool, which `async with` closes. `transport` is for tests."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class AsyncTransport:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the controller is reached by loopback."""
+        """True if the controller's URL is a loopback address."""
         return is_loopback(self.url)
 
     async def _get(self, path: str, query: Query | None = None) -> httpx.Response:

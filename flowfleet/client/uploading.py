@@ -55,7 +55,7 @@ def _own(written: Any, folders: Sequence[Path]) -> Path | None:
 
 
 def value_at(job: Any, setting: str) -> Any:
-    """What a job holds at a dotted setting; None where there is nothing."""
+    """Returns a job's value at a dotted setting; None where there is nothing."""
     for name in setting.split("."):
         if isinstance(job, dict):
             job = job.get(name)

@@ -1,4 +1,4 @@
-"""What scorers of answers share: the reference of the metadata, and the part of an answer that counts."""
+"""Base of the scorers of answers: finds the reference in the metadata, and the part of an answer that counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AnswerScorer(Scorer[AnswerParams]):
 
     @abstractmethod
     def agrees(self, found: Any, reference: str) -> bool:
-        """Whether a final answer is the reference. Raises ValueError for a reference that cannot be compared."""
+        """True if a final answer agrees with the reference. Raises ValueError if the reference cannot be compared."""
 
     def _outcome(self, sample: Sample, params: AnswerParams) -> Outcome:
         try:

@@ -1,4 +1,4 @@
-"""What the reward service shows on /metrics, each labeled by scorer."""
+"""Metrics of the reward service, labeled by scorer."""
 
 from __future__ import annotations
 

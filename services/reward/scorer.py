@@ -1,7 +1,7 @@
-"""What a scorer is: a class that gives each picture, video or text of a batch a score, or says why there is none.
+"""Base classes of scorers. A scorer gives each picture, video or text of a batch a score, or says why there is none.
 
 There are two kinds. A `Scorer` computes: it gets decoded frames, in a worker thread or in processes of a pool, one
-batch at a time. An `AsyncScorer` asks somebody else: it gets the encoded bytes on the event loop, many calls at once.
+batch at a time. An `AsyncScorer` asks another service: it gets the encoded bytes on the event loop, many calls at once.
 To add one: subclass either, fill its attributes, read the request's parameters in `parse`, score in `score`, and write
 `make(name, settings, num_threads)` next to it, which the registry calls. The service does the rest: transport,
 decoding, batching, limits, metrics, and the refusal of non-finite scores.
@@ -30,7 +30,7 @@ Params = TypeVar("Params")
 
 
 NO_FRAMES: Final[Frames] = np.empty((0, 1, 1, 3), np.uint8)
-"""What a text has in place of frames."""
+"""Empty frames, which a text has."""
 
 MAX_PICTURES = 8
 """Pictures that a scorer of pictures looks at in a video."""
@@ -38,8 +38,8 @@ MAX_PICTURES = 8
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What a scorer sees: decoded RGB frames, of which a picture has one, or a text; its prompt, and the metadata of
-    the prompt's line in the data set."""
+    """Sample as a scorer gets it: decoded RGB frames, of which a picture has one, or a text; its prompt, and the
+    metadata of the prompt's line in the data set."""
 
     frames: Frames
     """(F, H, W, 3) uint8; a text has none."""
@@ -143,17 +143,17 @@ class ProcessLimits:
 
 
 class _Described(ABC, Generic[Params]):
-    """What `Describe` answers, as attributes of the class or of the object."""
+    """Describes a scorer, for `Describe`, in attributes of the class or of the object."""
 
     name: str
     version: str
-    """Changes whenever the same media and prompt could get another score: of a scorer with a checkpoint or a rubric it
+    """Changes whenever the same media and prompt could get another score. For a scorer with a checkpoint or a rubric it
     holds their hash."""
     pinned: Mapping[str, Any] | None = None
     """Settings that make the same scorer in another process, where names of the Hub are folders; None: those that it
     was made with."""
     modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE,)
-    """What it scores; samples of another modality get a `Problem` from the service and never reach it."""
+    """Modalities that it scores. Samples of another modality get a `Problem` from the service and never reach it."""
     score_range: tuple[float, float]
     """Least and greatest score; ±inf where there is no bound."""
     components: tuple[str, ...] = ()
@@ -191,11 +191,11 @@ class Scorer(_Described[Params]):
 
     @abstractmethod
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order."""
+        """Scores the samples and returns one outcome per sample, in order."""
 
     def score_with_gradient(self, samples: Sequence[PixelInput], params: Params) -> list[GradientOutcome]:
-        """One outcome a sample, in order, of scorers that say `gives_gradient`. Scores are those of the pixels as they
-        are, not rounded to 8 bits."""
+        """Scores the samples with gradients and returns one outcome per sample, in order. Called where `gives_gradient`
+        is set. Scores are those of the pixels as they are, not rounded to 8 bits."""
         raise NotImplementedError(f"scorer {self.name} gives no gradient")
 
 
@@ -217,9 +217,9 @@ class AsyncScorer(_Described[Params]):
 
     @abstractmethod
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order; of the media only the header has been read. One call for each call of the
-        service, many at once, and cancelled with it.
-        Raises `flowfleet.errors.Unavailable`, saying why, where nothing can be scored now."""
+        """Scores the samples and returns one outcome per sample, in order. Of the media only the header has been read.
+        Each call of the service makes one call here; many run at once, and each is cancelled with its own. Raises
+        `flowfleet.errors.Unavailable`, saying why, where nothing can be scored now."""
 
 
 AnyScorer = Scorer[Any] | AsyncScorer[Any]

@@ -10,7 +10,7 @@ from flowfleet.job.setting_files import change_table, read_table
 
 
 def read_settings(path: Path | None, changes: Sequence[str]) -> dict[str, Any]:
-    """What `--settings` holds, changed by each `--set key=value` in order. ValueError with what to change."""
+    """Reads the `--settings` file, then applies each `--set key=value`. Raises ValueError that says what to change."""
     settings = read_table(path, "a settings") if path is not None else {}
     for change in changes:
         change_table(settings, change, "timeout_s=20")

@@ -1,8 +1,8 @@
-"""What several models gave the same held-out prompts and seeds: means, and changes from the first of them. Pure.
+"""Compares models on the same held-out prompts and seeds: means, and changes from the first model's. Pure.
 
 Prompts are drawn independently, a prompt's samples are not. So a standard error is that of the mean over prompts, each
-the mean of its own samples; of a single prompt it is that over its samples. A change is the mean over the pairs of one
-prompt and one seed, which is far surer than the difference of two means.
+with the mean of its own samples. With a single prompt it is that over its samples. A change is the mean over pairs of
+samples with the same prompt and seed, which is far more precise than the difference of two means.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One model's evaluation."""
+    """Evaluation of one model."""
 
     label: str
     """`base`, or the adapter as its user named it."""

@@ -168,7 +168,7 @@ def _of_job(client: Client, adapter: str, data: Mapping[str, Any], is_here: bool
 
 
 def _is_same_model(trained: str, used: str, is_here: bool) -> bool:
-    """Whether two places are one model. A Hub name without a commit counts as each of its model's commits."""
+    """True if two places hold the same model. A Hub name without a commit matches each of its model's commits."""
     first, second = hub.origin_of(trained), hub.origin_of(used)
     if first is not None and second is not None and first.repo == second.repo:
         return first.revision == second.revision or not (first.is_pinned and second.is_pinned)

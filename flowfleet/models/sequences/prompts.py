@@ -28,4 +28,4 @@ class EncodedPrompt:
     token_ids: Tensor
     """(P,) int64, P at least 1, those that stand for media included."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """What its media became, by the names of the model's arguments."""
+    """Tensors made of its media, by the names of the model's arguments."""

@@ -1,1 +1,1 @@
-"""Who runs a scorer, how much of it at once, and what passes between: batches, decoded media, processes."""
+"""Runs scorers in threads or processes: forms batches, decodes media, and limits the work at once."""

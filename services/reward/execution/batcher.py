@@ -37,7 +37,7 @@ class Limits:
 
 
 def draining() -> Unavailable:
-    """What every call gets once the service drains."""
+    """Returns the error of every call once the service drains."""
     return Unavailable("the service is draining: ask another replica, or try again")
 
 

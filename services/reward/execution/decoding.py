@@ -54,7 +54,7 @@ def decode(opened: Opened) -> Sample | Problem:
 
 
 def media_types(modalities: Collection[Modality.ValueType]) -> tuple[str, ...]:
-    """What a scorer of these modalities is sent."""
+    """Returns the media types that a scorer of these modalities is sent."""
     pictures = tuple(PICTURE_TYPES) if MODALITY_IMAGE in modalities else ()
     videos = VIDEO_TYPES if MODALITY_VIDEO in modalities else ()
     return pictures + videos + ((TEXT_TYPE,) if MODALITY_TEXT in modalities else ())

@@ -48,7 +48,7 @@ class Batched(Generic[Params]):
         self._batcher.start()
 
     async def score(self, samples: Sequence[EncodedSample], params: Params, num_bytes: int) -> list[Outcome]:
-        """One outcome a sample, in order. QueueFull; Unavailable while draining, or from a scorer that is broken."""
+        """Returns one outcome per sample, in order. Raises QueueFull, or Unavailable (draining, or a broken scorer)."""
         if not self.scorer.needs_group:
             return await self._batcher.submit(samples, (params, None), num_bytes)
         order = together(samples)  # and no company: another caller's groups may have the same names

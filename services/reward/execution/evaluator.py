@@ -1,10 +1,10 @@
-"""One batch from encoded samples to outcomes: decode, score, check.
+"""Turns a batch of encoded samples into outcomes: decodes, scores, checks.
 
 Runs in the batcher's worker thread, or in a process of the pool.
 
-Media that cannot be decoded, a score that is not finite and a sample on which the scorer raises become that
-sample's `Problem`; the rest of the batch is scored. A batch is taken in parts: while the scorer is at one, the next is
-decoded. That a part has at most `MAX_DECODED_PIXELS` bounds memory.
+Media that cannot be decoded, a score that is not finite and a sample on which the scorer raises become that sample's
+`Problem`; the rest of the batch is scored. A batch is cut into parts: while one is scored, the next is decoded. A part
+has at most `MAX_DECODED_PIXELS`, which bounds memory.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Part:
-    """What is decoded, and then scored, at a time. Empty when it has been taken for that."""
+    """Samples of a batch that are decoded, then scored, together. Emptied when decoding begins."""
 
     items: list[Opened | Problem] = field(default_factory=list)
     num_pixels: int = 0
     decoded: list[Sample | Problem] | None = None
-    """In place of the items, where that was done ahead."""
+    """Replaces the items of a part that was decoded ahead."""
 
     @property
     def is_large(self) -> bool:
@@ -64,7 +64,7 @@ class Evaluator(Generic[Params]):
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads else None
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order."""
+        """Scores the samples and returns one outcome per sample, in order."""
         with self.pulse.work("score", len(samples)):
             return self.finish(self._cut(samples), params)
 
@@ -79,7 +79,7 @@ class Evaluator(Generic[Params]):
         return parts
 
     def finish(self, parts: Sequence[Part], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order."""
+        """Scores the samples and returns one outcome per sample, in order."""
         outcomes: list[Outcome] = []
         decoding: deque[Iterator[Sample | Problem]] = deque()
         for part in parts:

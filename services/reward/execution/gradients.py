@@ -1,5 +1,5 @@
-"""One batch of `ScoreWithGradient`, with the scorer that scores in this process: score, check, alone where a batch
-fails.
+"""Evaluates a batch of `ScoreWithGradient` with the scorer of this process: scores and checks it, and scores each
+sample alone if the batch fails.
 
 A sample on which the scorer raises, and a score or gradient that is not finite, become that sample's `Problem`.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def evaluate_gradients(
     evaluator: Evaluator[Params], samples: Sequence[PixelInput], params: Params
 ) -> list[GradientOutcome]:
-    """One outcome a sample, in order."""
+    """Returns one outcome per sample, in order."""
     scorer = evaluator.scorer
     with evaluator.pulse.work("gradient", len(samples)):
         try:

@@ -1,4 +1,4 @@
-"""What of a batch must stay together: single samples, or whole groups for a scorer that compares them."""
+"""Units of a batch that must stay together: single samples, or whole groups for a scorer that compares them."""
 
 from __future__ import annotations
 

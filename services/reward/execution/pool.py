@@ -103,7 +103,7 @@ class ProcessPool:
         metrics.set_processes(num_processes)
 
     def __call__(self, samples: Sequence[EncodedSample], params: Any) -> list[Outcome]:
-        """One outcome a sample, in order. From several threads at once."""
+        """Scores the samples and returns one outcome per sample, in order. Several threads may call it at once."""
         units_ = units(samples, self._whole_groups)
         parts = [_Part(part) for part in parts_of(units_, len(self._workers), self._limits.max_part)]
         waiting = deque(parts)
@@ -189,7 +189,7 @@ def parts_of(batch: Sequence[Unit], num_processes: int, max_part: int) -> Iterat
 
 @dataclass(eq=False)
 class _Part:
-    """What a process is handed at a time."""
+    """Part of a batch that a process gets at a time."""
 
     units: Sequence[Unit]
     outcomes: list[Outcome] = field(default_factory=list)
@@ -208,7 +208,7 @@ class _Died(Exception):
 
 
 class _Worker:
-    """One process, started when it is needed. For one thread at a time."""
+    """Process of the pool, started when it is needed. Only one thread may use it at a time."""
 
     def __init__(self, make: Make, log_level: str, num_ahead: int) -> None:
         self._make = make

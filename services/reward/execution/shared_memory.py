@@ -11,7 +11,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any, Final
 
 KEPT_BYTES: Final = 2**25
-"""What a larger content took is given back with the next."""
+"""Size up to which memory is kept. The write after a larger content returns what that took."""
 _FIRST_BYTES: Final = 2**20
 
 
@@ -44,7 +44,7 @@ class SharedMemory:
         return ends
 
     def read(self, ends: Sequence[int]) -> list[bytes]:
-        """What was written, by what `write` returned."""
+        """Returns the content; `ends` is what `write` returned."""
         if os.fstat(self._descriptor).st_size != len(self._map):
             self._map_again()
         return [self._map[start:end] for start, end in pairwise(ends)]

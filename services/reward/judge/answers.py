@@ -26,7 +26,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said; `tokens` is empty where the server gave no log-probabilities."""
+    """Answer of the model; `tokens` is empty where the server gave no log-probabilities."""
 
     text: str
     tokens: tuple[Token, ...] = ()
@@ -110,7 +110,7 @@ def _token(token: _Token) -> Token:
 
 
 def error_message(body: bytes) -> str:
-    """What a server's error says, shortened: `error.message` as OpenAI and vLLM write it, else the text itself."""
+    """Returns a server's error message, shortened: `error.message`, as of OpenAI and vLLM, else the text itself."""
     text = body.decode("utf-8", "replace").strip()
     try:
         read: Any = json.loads(text)

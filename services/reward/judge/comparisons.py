@@ -26,8 +26,8 @@ def seeded(digests: Sequence[bytes], prompt: str) -> random.Random:
 
 
 def choose_pairs(count: int, most: int, draw: random.Random) -> list[Pair]:
-    """All pairs of `count` samples, or max(`most`, `count`) of them: rings, in which all samples occur equally often
-    and the first of which connects all, and of the last ring some."""
+    """Chooses all pairs of `count` samples if these are at most `most`, else max(`most`, `count`) of them, in rings. A
+    ring has each sample equally often; the first connects all samples, the last may be a random part."""
     pairs = list(itertools.combinations(range(count), 2))
     if len(pairs) <= most:
         return pairs
@@ -89,7 +89,7 @@ def _table(count: int, pairs: Sequence[Pair], wins: Sequence[float]) -> NDArray[
 
 
 def choose_lists(count: int, size: int, draw: random.Random) -> list[list[int]]:
-    """All samples in random order, in the fewest lists of at most `size`, as even as they can be."""
+    """Splits all samples, in random order, into the fewest lists of at most `size`, as even as they can be."""
     order = list(range(count))
     draw.shuffle(order)
     return [part.tolist() for part in np.array_split(np.array(order), -(-count // size))]

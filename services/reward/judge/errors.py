@@ -52,7 +52,7 @@ class CallFailed(Exception):
 
 
 def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
-    """What a status other than 200 means."""
+    """Returns the failure that a status other than 200 means."""
     status = reply.status
     said = f"{url} answered {status}: {error_message(reply.body) or reply.reason}"
     if status in CROWDED_STATUS:
@@ -94,7 +94,7 @@ def _retry_after_s(reply: Reply) -> float | None:
 
 
 def of_transport(url: str, settings: JudgeSettings, error: aiohttp.ClientError) -> CallFailed:
-    """What went wrong before there was a whole answer."""
+    """Returns the failure of a call whose connection failed before a whole answer arrived."""
     cause = tls_complaint(error)
     if cause is not None:
         hint = "settings.ca must be the CA of the server, settings.urls its name, and https:// only where it speaks TLS"

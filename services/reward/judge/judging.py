@@ -99,8 +99,8 @@ class Questions:
         read: Callable[[Answer], Found],
         top_logprobs: int | None = None,
     ) -> Found:
-        """What `read` makes of the answer; it raises ValueError where it cannot. Fresh answers are counted, and kept
-        if they could be read. Raises Refused."""
+        """Asks the model and returns what `read` makes of its answer; `read` raises ValueError where it cannot. Fresh
+        answers are counted, and kept if they could be read. Raises Refused."""
         settings = self._settings
         whole = {"temperature": settings.temperature, "seed": 0, **params, **settings.extra}
         request = chat_request(settings.model, system, parts, whole, top_logprobs)
@@ -173,7 +173,7 @@ class Judge:
         self._shows_source = ("slot", SOURCE) in rubric.pieces
 
     async def score(self, samples: Sequence[EncodedSample]) -> list[Outcome]:
-        """One outcome a sample, in order. Raises Unavailable."""
+        """Scores the samples and returns one outcome per sample, in order. Raises Unavailable."""
         if self._rubric.mode == "pointwise":
             outcomes = await at_once([self._alone(sample) for sample in samples])
         else:

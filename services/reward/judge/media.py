@@ -105,7 +105,7 @@ async def _to_its_end(work: asyncio.Task[list[Picture]]) -> list[Picture]:
 
 
 def _frames(opened: OpenedMedia, num_frames: int) -> list[Picture]:
-    """One in memory at a time, apart from the JPEGs."""
+    """Encodes evenly spaced frames as JPEGs, with one decoded frame in memory at a time."""
     places = np.linspace(0, opened.num_frames - 1, min(num_frames, opened.num_frames)).round().astype(int).tolist()
     return [
         Picture.of(_jpeg(Image.fromarray(frame)), "image/jpeg")

@@ -1,4 +1,4 @@
-"""What a judge shows on /metrics: its servers, and its answers."""
+"""Metrics of a judge: its servers and its answers."""
 
 from __future__ import annotations
 

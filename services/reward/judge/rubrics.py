@@ -28,7 +28,7 @@ ANSWER_SLOTS: Final = {
     "pairwise": ("first_answer", "second_answer"),
     "listwise": ("answers",),
 }
-"""What a rubric names in place of `MEDIA_SLOTS` to judge texts."""
+"""Slots that a rubric names instead of `MEDIA_SLOTS` to judge texts."""
 TEXT_SLOTS: Final = ("prompt", "count")
 SOURCE: Final = "source"
 
@@ -37,7 +37,7 @@ Piece = tuple[str, str]
 
 
 class Rubric(BaseModel):
-    """What is asked about a sample, a pair of samples or a group, and how the answer is read."""
+    """Question about a sample, a pair of samples or a group, and how its answer is read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -87,7 +87,7 @@ class Rubric(BaseModel):
 
     @property
     def judges_text(self) -> bool:
-        """Whether the samples are texts."""
+        """True if the samples are texts."""
         return any(name in ANSWER_SLOTS[self.mode] for kind, name in self.pieces if kind == "slot")
 
     @property

@@ -28,8 +28,8 @@ Take = Literal["first", "last"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What an answer says. `mass`: probability of all answers of the scale together; `entropy` in nats, of their
-    renormalized probabilities. Both None where the value was read from the text."""
+    """Value that was read from an answer. `mass`: probability of all answers of the scale together; `entropy` in nats,
+    of their renormalized probabilities. Both None where the value was read from the text."""
 
     value: float
     mass: float | None = None

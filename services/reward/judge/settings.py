@@ -1,4 +1,4 @@
-"""What `--settings` and `--set` say to the scorers `vlm` and `vlm_ocr`."""
+"""Settings of the scorers `vlm` and `vlm_ocr`, as `--settings` and `--set` give them."""
 
 from __future__ import annotations
 

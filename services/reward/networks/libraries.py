@@ -1,4 +1,4 @@
-"""What scorers around another project's library share: its import, a fingerprint of its files, scores of samples."""
+"""Wraps another project's library for a scorer: imports it, hashes its files, averages pictures' scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def library(module: str, scorer: str) -> Any:
 
 
 def of_samples(found: Sequence[Outcome], lengths: Sequence[int]) -> list[Outcome]:
-    """One outcome per sample, of which each has the next `lengths` pictures: their mean, or the first problem."""
+    """Returns per sample the mean of its next `lengths` pictures' outcomes, or the first problem."""
     ends = np.cumsum(lengths)
     return [_of_sample(found[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 

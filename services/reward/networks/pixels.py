@@ -34,8 +34,8 @@ def gradients_of(scores: Tensor, leaves: Sequence[Tensor]) -> list[NDArray[np.fl
 
 
 def differentiable(processor: Any, setting: str) -> Callable[[Tensor], Tensor]:
-    """What a processor for pictures of one size does to pixels (3, H, W) from 0 to 1. Raises ValueError for a filter
-    that has no gradient here."""
+    """Returns a function that does with gradient what an image processor does to pictures of one size. It takes pixels
+    (3, H, W) from 0 to 1. Raises ValueError for a filter that has no gradient here."""
     mode = mode_of(processor, setting)
     mean, std = (torch.tensor(getattr(processor, name)).reshape(3, 1, 1) for name in ("image_mean", "image_std"))
 

@@ -1,7 +1,7 @@
-"""What the scorers around a torch model share: settings, device, loading, and pictures as tensors.
+"""Base of the scorers around a torch model: settings, device, loading, and pictures as tensors.
 
-A scorer looks at its folders when it is made, so that a wrong one ends the service at once, and loads them in `start`,
-in the process that scores.
+A scorer checks its folders when it is made, so that a wrong one ends the service at once. It loads them in `start`, in
+the process that scores.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelSettings(ScorerSettings):
 
 
 def _shown(folder: Path) -> str:
-    """What a version calls a checkpoint: its name on the Hub, else that of its folder."""
+    """Returns the name of a checkpoint in a version: its name on the Hub, else that of its folder."""
     origin = hub.origin_of(folder)
     return origin.repo if origin else folder.resolve().name
 

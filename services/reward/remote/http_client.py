@@ -68,7 +68,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: bytes) -> Reply:
 
 
 def tls_complaint(error: BaseException | None) -> str | None:
-    """What OpenSSL says, where that is the reason of an error."""
+    """Returns OpenSSL's message if TLS caused the error, else None."""
     while error is not None:
         if isinstance(error, ssl.SSLError) and not isinstance(error, aiohttp.ClientError):
             return str(error)

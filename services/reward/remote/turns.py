@@ -1,8 +1,8 @@
-"""One at a time, so that what was ready together does not stay together.
+"""Lets tasks proceed one at a time, so that requests that were ready together do not stay together.
 
-Answers that come at once wake their tasks in one turn of the event loop. If each then prepared its next request before
-any of them is sent, all would leave late and together, and their answers would come at once again: a server of fixed
-latency would be kept waiting for ever. Who takes a turn here first lets the requests before it leave.
+Answers that arrive at once wake their tasks in one turn of the event loop. If each task then prepared its next request
+before any request is sent, all would leave late and together. Their answers would arrive at once again, so a server of
+fixed latency would idle in between, forever. A task that takes a turn here first lets the requests before it leave.
 """
 
 from __future__ import annotations

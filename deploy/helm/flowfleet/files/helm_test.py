@@ -1,4 +1,4 @@
-"""What `helm test` asks of a release, through its Service and with its API key. Exit code 0: all is well."""
+"""Checks a release for `helm test`, through its Service and with its API key. Exit code 0: every check passed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whether a server is asked at all. After failures in a row it is left alone for a while, then tried with one call.
+"""Circuit breaker of a server. After failures in a row no calls go to the server for a while, then one call tries it.
 
 CLOSED ──failures in a row──► OPEN ──cool-down──► HALF_OPEN ──success──► CLOSED
                                 ▲                     │
@@ -15,7 +15,7 @@ class BreakerState(Enum):
     CLOSED = "closed"
     """Calls go through."""
     HALF_OPEN = "half_open"
-    """One call at a time goes through, to see."""
+    """Lets one call at a time through, to try the server."""
     OPEN = "open"
     """No call goes through."""
 
@@ -42,7 +42,7 @@ class CircuitBreaker:
 
     @property
     def allows(self) -> bool:
-        """Whether a call may begin now."""
+        """True if a call may begin now."""
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._probing)
 
     @property

@@ -100,7 +100,7 @@ class JudgeClient:
             await asyncio.sleep(retry_s(number, self._settings.backoff_s, _LONGEST_BACKOFF_S, asked_s, self._draw))
 
     async def _call(self, place: Place, request: ChatRequest) -> Answer:
-        """One HTTP call, of whose end limiter, breaker and metrics hear."""
+        """Makes one HTTP call and reports its end to limiter, breaker and metrics."""
         url, failure, outcome = place.server.url, None, "cancelled"
         began = time.monotonic()
         try:

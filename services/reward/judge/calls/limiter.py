@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 DECREASE = 0.7
-"""What a cut leaves of the limit."""
+"""Factor by which a cut lowers the limit."""
 
 
 class AimdLimiter:

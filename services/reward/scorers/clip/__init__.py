@@ -96,7 +96,7 @@ class _ClipScorer(PlainScorer, Generic[Settings]):
         """The score of a picture, proportional to the cosine."""
 
     def _fitted(self, picture: Image.Image) -> Image.Image:
-        """What the image processor is given, which crops the middle square."""
+        """Returns the picture for the image processor, which crops the middle square."""
         return picture
 
     def _fitted_pixels(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Detector(ABC):
 
     @torch.inference_mode()
     def detect(self, pictures: Sequence[Image.Image], names: Sequence[Sequence[str]], threshold: float) -> list[Found]:
-        """What is in each picture of its classes, boxes clipped to it, of certainties above the threshold."""
+        """Finds objects of each picture's classes with certainties above the threshold. Clips boxes to the picture."""
         of_size: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, picture in enumerate(pictures):
             of_size[picture.size].append(place)

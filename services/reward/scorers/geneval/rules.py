@@ -1,4 +1,4 @@
-"""What geneval asks of a picture, and how far what was found in it answers: numbers, colors and places of objects.
+"""Scores how far the objects found in a picture match geneval's request: their numbers, colors and places.
 
 Source: Ghosh et al., "GenEval" (arXiv 2310.11513), and the code published with it; the graded reward is that of
 flow_grpo's reward server. For each object that is wanted, in order, with c the number wanted and n the number found:
@@ -91,13 +91,13 @@ class Request(_Strict):
         return list(dict.fromkeys(entry.name for entry in entries))
 
     def unspoken(self) -> list[Excluded]:
-        """What is excluded beyond what the numbers wanted say already."""
+        """Returns the exclusions that the wanted numbers do not already imply."""
         most = {wanted.name: wanted.count for wanted in self.include}
         return [entry for entry in self.exclude if most.get(entry.name, entry.count) >= entry.count]
 
 
 def read_request(metadata: Mapping[str, str]) -> Request:
-    """What a sample's metadata asks. ValueError says what to change."""
+    """Reads the request in a sample's metadata. Raises ValueError, which says what to change."""
     if METADATA not in metadata:
         raise ValueError(
             f"metadata.{METADATA} is missing: it holds what the picture should show as JSON, such as "

@@ -129,7 +129,7 @@ class HttpScorer(AsyncScorer[Params]):
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order. Raises Unavailable where the server failed on any, or refused all."""
+        """Returns one outcome per sample, in order. Raises Unavailable if the server failed on any, or refused all."""
         known = [self._kept.pop(_key(sample, params)) for sample in samples] if len(self._kept) else []
         unknown = [place for place in range(len(samples)) if not known or known[place] is None]
         asked = iter(await self._ask_all([samples[place] for place in unknown], params))
@@ -156,7 +156,7 @@ class HttpScorer(AsyncScorer[Params]):
         return [outcome for part in asked for outcome in part.result()]
 
     async def _ask(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
-        """One request, and its retries."""
+        """Sends one request, and retries it if it fails."""
         self._retries.deposit()
         for attempt in range(self._settings.retries + 1):
             try:

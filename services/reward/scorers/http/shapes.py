@@ -1,4 +1,4 @@
-"""The JSON that reward servers of others speak: what is sent for some samples, and where the scores are in the answer.
+"""JSON formats of other projects' reward servers: the request for some samples, and where the answer has the scores.
 
 Media travel as base64 of the file itself. Bodies are put together from bytes, because a JSON encoder would look at each
 character of the media once more.
@@ -35,16 +35,16 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """One way of speaking."""
+    """Format of a server's requests and answers."""
 
     media: str
     """Field of the media."""
     fields: Fields
-    """All others."""
+    """Makes the other fields."""
     answers: tuple[str, ...] = ("scores",)
     """Fields of the scores; the first that is there is taken."""
     single: bool = False
-    """One sample a request; media and score stand by themselves."""
+    """Sends one sample per request; media and score are not in lists."""
 
     def body(self, samples: Sequence[EncodedSample], params: Mapping[str, str], extra: Mapping[str, Any]) -> bytes:
         """Body of a request, as UTF-8."""
@@ -54,7 +54,7 @@ class Shape:
         return b'{"%s":%s,%s' % (self.media.encode(), media, rest[1:])
 
     def outcomes(self, answer: Any, number: int, components: Sequence[str]) -> list[Outcome]:
-        """What a parsed answer says of so many samples, in order. BadAnswer where it says nothing of any."""
+        """Reads the outcomes of `number` samples, in order, from a parsed answer. Raises BadAnswer if it has none."""
         if not isinstance(answer, Mapping):
             raise BadAnswer(f"JSON that is no object, but {answer!r:.80}")
         if answer.get("error"):

@@ -106,7 +106,7 @@ class HumanScorer(AsyncScorer[HumanParams]):
         return _scored(counted(known.votes), indices, self._settings.prior_std)
 
     def _refusal(self, error: ApiError) -> Outcome:
-        """What a refused request means for its group. Raises Unavailable where the service cannot ask at all."""
+        """Returns the group's outcome for a refused request. Raises Unavailable where the service cannot ask at all."""
         if error.status == httpx.codes.NOT_FOUND:
             return Pending(f"the controller at {self._client.url} does not have these samples: {error.detail}")
         if error.status in (httpx.codes.CONFLICT, httpx.codes.BAD_REQUEST):
@@ -116,7 +116,7 @@ class HumanScorer(AsyncScorer[HumanParams]):
 
 
 def _scored(votes: Sequence[Vote], indices: Sequence[int], prior_std: float) -> list[Outcome]:
-    """One score a sample, in order. Votes on samples that are not of the group any more do not count."""
+    """Computes one score per sample, in order. Votes on samples that have left the group do not count."""
     wins = win_table(votes, indices)
     theta = bradley_terry.scores(wins, prior_std)
     chance, number = bradley_terry.preferred(theta), (wins + wins.T).sum(axis=1)

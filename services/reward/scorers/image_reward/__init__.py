@@ -29,7 +29,7 @@ from services.reward.networks.torch_models import batches, pick_device, prepare_
 from services.reward.scorer import Outcome, PlainScorer, Sample, Score, ScorerSettings
 
 CHECKPOINT, CONFIG, TOKENIZER = "ImageReward.pt", "med_config.json", "bert-base-uncased"
-"""What the folder holds; the last is a folder with vocab.txt."""
+"""Contents of the folder; the last is a folder with vocab.txt."""
 _FILES = (CHECKPOINT, CONFIG, f"{TOKENIZER}/vocab.txt")
 MAX_TOKENS = 35
 """Prompt tokens that the model reads, [CLS] and [SEP] among them."""

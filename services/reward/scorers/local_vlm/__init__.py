@@ -145,8 +145,8 @@ class _Judge:
         return (shares * self._values).sum(), log_probs.exp().sum()
 
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """What Qwen2-VL's image processor makes of a picture, with gradient: patches (N, 3 · frames · side²), and the
-        grid (frames, rows, columns)."""
+        """Does with gradient what Qwen2-VL's image processor does to a picture. Returns patches (N, 3 · frames ·
+        side²), and the grid (frames, rows, columns)."""
         part = self._processor
         side, merge, frames = part.patch_size, part.merge_size, part.temporal_patch_size
         if part.do_resize:

@@ -29,8 +29,8 @@ def model_path(kind: Kind) -> Path:
 
 
 def rapidocr_config(kind: Kind, num_threads: int, settings: dict[str, Any]) -> Any:
-    """What RapidOCR's detector and recognizer are made from, around a session of ours on `num_threads` threads.
-    RapidOCR's own log lines, which are not JSON, are muted."""
+    """Builds the configuration of RapidOCR's detector or recognizer, around a session of ours on `num_threads` threads.
+    Mutes RapidOCR's own log lines, which are not JSON."""
     from omegaconf import DictConfig
     from rapidocr import EngineType
 

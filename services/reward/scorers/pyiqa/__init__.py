@@ -86,7 +86,7 @@ class PyiqaScorer(PlainScorer):
         return of_samples(self._scores(pictures), [len(some) for some in found])
 
     def _scores(self, pictures: Sequence[np.ndarray[Any, Any]]) -> list[Outcome]:
-        """One a picture; those of equal size share forward passes, and their fate."""
+        """Scores pictures. Those of equal size share forward passes, and fail together."""
         sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for place, pixels in enumerate(pictures):
             sizes[pixels.shape].append(place)

@@ -171,7 +171,7 @@ class PythonFunction(Scorer[Params]):
     def guarded(
         self, samples: Sequence[Item], call: Callable[[Sequence[Item]], list[Result]]
     ) -> list[Result | Problem]:
-        """What `call` makes of the samples. Where it raises, each sample is taken once more by itself."""
+        """Returns what `call` makes of the samples. If it raises, calls it again for each sample alone."""
         try:
             with _printing_to_log():
                 return list(call(samples))

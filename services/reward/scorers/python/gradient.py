@@ -49,7 +49,7 @@ class DifferentiableFunction(PythonFunction):
         return self._by_size(samples, lambda part: self._differentiated(part, dict(params)))
 
     def _by_size(self, samples: Sequence[PixelInput], call: Callable[[Sequence[PixelInput]], list[Any]]) -> list[Any]:
-        """One outcome a sample, in order, of calls with at most `batch` pictures of one size."""
+        """Gives `call` at most `batch` pictures of one size at a time. Returns one outcome per sample, in order."""
         outcomes: dict[int, Any] = {}
         for shape in dict.fromkeys(sample.pixels.shape for sample in samples):
             alike = [place for place, sample in enumerate(samples) if sample.pixels.shape == shape]

@@ -153,7 +153,7 @@ def _length(path: str) -> int:
 
 
 def _set_environment(device: torch.device) -> None:
-    """What vLLM reads when it is imported and started."""
+    """Sets the environment variables that vLLM reads when it is imported and started."""
     os.environ[ASKED] = "1"
     if device.type == "cpu":
         os.environ.setdefault(TARGET, "cpu")

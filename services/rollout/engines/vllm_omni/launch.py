@@ -59,7 +59,7 @@ def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backe
 
 
 def _set_environment(device: torch.device) -> None:
-    """What vLLM reads when it is imported."""
+    """Sets the environment variables that vLLM reads when it is imported."""
     os.environ[ASKED] = "1"
     if device.type == "cpu":
         os.environ.setdefault(TARGET, "cpu")
