@@ -1,6 +1,6 @@
-"""What rollout pools and reward services there are and where: from flags here, from the cluster on Kubernetes.
+"""Directory of rollout pools and rewards, with their addresses: from flags here, from the cluster on Kubernetes.
 
-It changes while jobs run, so whoever needs an address asks at each call.
+It changes while jobs run, so callers look up an address for each call.
 """
 
 from __future__ import annotations

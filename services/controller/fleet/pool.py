@@ -38,7 +38,7 @@ class RolloutPool:
             raise WaitedInVain(self.nobody_there()) from None
 
     def nobody_there(self) -> str:
-        """What to say while no replica is live."""
+        """Returns the reason why no replica is live."""
         if self._name not in self._names:
             return "no rank of the job's trainer has joined as a replica yet"
         shortage = self._shortage("rollout", self._name)

@@ -19,7 +19,7 @@ from flowfleet.proto import rollout_pb2
 MISSED_ASKS = 3
 
 Verified = Callable[[int, str], bool]
-"""Whether weights of a version that have a digest are those that a job published."""
+"""True if a job published this version's weights with this digest."""
 
 
 _HEALTH = {
@@ -32,7 +32,7 @@ _HEALTH = {
 
 @dataclass(frozen=True)
 class Replica:
-    """One rollout process. `outstanding` counts samples that this controller asked for and did not get yet."""
+    """Rollout process. `outstanding` counts samples that this controller requested and has not received yet."""
 
     replica_id: str
     address: str
@@ -42,7 +42,7 @@ class Replica:
     job_id: str = ""
     version: int | None = None
     evaluated: bool = False
-    """Whether it serves the version's evaluated weights; else those that sample."""
+    """Serves the version's evaluated weights; else those that sample."""
     digest: str = ""
     outstanding: int = 0
     samples_total: int = 0
@@ -67,7 +67,7 @@ class Replica:
 
 
 class Fleet:
-    """Every method that changes replicas notes in `touched` the jobs to which that may matter."""
+    """Replicas by pool and by job. Methods that change replicas add to `touched` the jobs that this may affect."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
@@ -191,8 +191,8 @@ class Fleet:
         return sorted(self._replicas.values(), key=lambda r: r.replica_id)
 
     def _serves(self, replica: Replica, job_id: str, low: int, high: int, evaluated: bool) -> bool:
-        """Whether it serves such a version in weights that are this job's: after Redis lost writes, replicas may still
-        serve versions of the same number that the lost steps had made."""
+        """True if it serves such a version in this job's own weights. After Redis lost writes, replicas may still serve
+        versions of the same number that the lost steps had made."""
         verified = self.verified.get(job_id)
         known = verified is None or verified(replica.version or 0, replica.digest)
         return known and replica.serves(job_id, low, high, evaluated=evaluated)
@@ -222,7 +222,7 @@ class Fleet:
 
 
 def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
-    """What it says of itself counts, but while we know better: that it does not answer us when asked."""
+    """Updates a replica from its record, whose health does not count while this process does not answer."""
     if known.missed and known.incarnation == record.incarnation:
         return replace(known, pool=record.pool, samples_total=record.samples_total)
     health = Health(record.state) if record.state in set(Health) else Health.UNKNOWN

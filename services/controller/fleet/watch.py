@@ -154,7 +154,7 @@ class FleetWatch:
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def refresh(self) -> None:
-        """One look at what replicas say. Those in doubt are asked meanwhile; their answers come when they come."""
+        """Reads what replicas say. Begins to ask those in doubt, without waiting for their answers."""
         async with self._looking:
             await self._look()
             await self._close_unused()
@@ -162,7 +162,7 @@ class FleetWatch:
         self._desk.serve_touched()
 
     def mark_suspect(self, replica_ids: Iterable[str]) -> None:
-        """They are asked themselves."""
+        """Marks replicas for a direct status check."""
         self.fleet.mark_suspect(replica_ids)
         self._ask_doubted()
 
@@ -267,7 +267,7 @@ class FleetWatch:
                 self._asking[replica.replica_id] = asyncio.create_task(self._ask(replica))
 
     async def _ask(self, replica: Replica) -> None:
-        """Every call is retried; only then is the replica unreachable."""
+        """Asks a replica for its status. It counts as unreachable only if retries fail too."""
         try:
             async with self._turn:
                 status = await self._status(replica.address)

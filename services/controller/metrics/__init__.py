@@ -1,1 +1,1 @@
-"""What Prometheus is shown of fleet, jobs, data plane and Redis."""
+"""Metrics of fleet, jobs, data plane and Redis for Prometheus."""

@@ -1,7 +1,7 @@
-"""What the leading controller shows of fleet, jobs, data plane and Redis, by name; and the collector that shows it.
+"""Metrics of fleet, jobs, data plane and Redis that the leading controller shows, by name; and their collector.
 
 `SnapshotCollector` holds the families of the last look. They are replaced as a whole, so the thread that answers
-Prometheus never sees half a look, and series of what is gone go with them: there is nothing to forget.
+Prometheus never sees half a look. Series of replicas and jobs that are gone vanish with the old families.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ DESCRIPTIONS: Final = {**FLEET, **JOBS, **DATA_PLANE}
 
 
 class Sample(NamedTuple):
-    """One series: metric, labels in the order of its description, value."""
+    """Value of one series: metric, labels in the order of its description, value."""
 
     name: str
     labels: tuple[str, ...]
@@ -103,7 +103,7 @@ class Sample(NamedTuple):
 
 
 def families(samples: Iterable[Sample]) -> list[Metric]:
-    """One family a metric, in the order in which they come."""
+    """Groups samples into one family per metric, in the order in which they come."""
     found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for name, labels, value in samples:
         if name not in found:

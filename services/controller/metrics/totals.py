@@ -1,9 +1,9 @@
-"""What fleet and jobs add up to over time: pure, fed with a look at both every few seconds.
+"""Totals of fleet and jobs over time: pure, fed with a look at both every few seconds.
 
-Of each rollout pool the job that it runs, or ran last, is kept: Prometheus still reads the end of a job, and a pool
-never has series of more than one. Counters of samples are the job's own, durable ones; those of seconds start at 0 with
-the controller that counts them. A pool that no job runs in is forgotten an hour after its last replica left, because
-rollouts choose its name.
+Each rollout pool keeps the job that it runs, or ran last. So Prometheus still reads the end of a job, and a pool never
+has series of more than one. Counters of samples are the job's own, durable ones; counters of seconds start at 0 with
+the controller that counts them. A pool without a job is forgotten an hour after its last replica left, because rollouts
+choose its name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JobTotals:
     progress_at: float = 0.0
     accelerator_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counted: dict[str, float] = field(default_factory=dict)
-    """What `new_seconds` gave so far."""
+    """Seconds that `new_seconds` has returned so far."""
     opened: dict[int, float] = field(default_factory=dict)
     """Step whose samples are kept → when it was opened, Unix seconds."""
 
@@ -57,7 +57,7 @@ class JobTotals:
         return {name: seconds for name, seconds in new.items() if seconds}
 
     def release_before(self, step: int) -> None:
-        """Every kept checkpoint covers the steps before."""
+        """Forgets the steps before, which every kept checkpoint covers."""
         self.opened = {held: opened_at for held, opened_at in self.opened.items() if held >= step}
 
 

@@ -1,9 +1,9 @@
-"""Whether the condition images of a job's data fit into one batch, by the headers of the files. Asked at submit.
+"""Checks at submit that the condition images of a job's data fit into one batch, by the headers of the files.
 
-Requests and micro-batches mix prompts, and a family brings the latents of a condition image to a grid that follows the
-image's aspect ratio. So every line of a job, of training and of validation, must bring as many images as the first one,
-each at the aspect ratio of the first line's image at that place. That is stricter than need be, for nearly equal ratios
-come to one grid, but it is a rule that needs no model, and that data can be made to keep.
+Requests and micro-batches mix prompts, and a family puts the latents of a condition image on a grid that follows the
+image's aspect ratio. So each line of a job's data, training or validation, must have as many images as the first line,
+each at the aspect ratio of the first line's image at that place. This is stricter than necessary, because nearly equal
+ratios share a grid. But the rule needs no model, and users can make data that keep it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ConditionShapes:
         self._size = cache(self._read_size)
 
     def problem(self, prompt: Prompt) -> str:
-        """What is wrong with a line's images and what to do, or nothing.
+        """Says what is wrong with a line's images and what to do; empty if all is well.
 
-        Files that are not there are another check's to name; those that lie elsewhere are read when they are needed.
+        Another check names missing files; files that lie elsewhere are read when they are needed.
         """
         first = self._first = self._first or prompt
         if len(prompt.images) != len(first.images):

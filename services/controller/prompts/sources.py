@@ -61,8 +61,8 @@ class Sources:
             os.close(descriptor)
 
     def prompts(self, place: str, columns: Columns | None = None) -> list[Prompt]:
-        """All prompts of a file or of a folder that `datasets` saved. Raises ValueError as `parse_prompts`, also for a
-        file that is missing, and Unread for one that is unreadable now."""
+        """Reads all prompts of a file, or of a folder that `datasets` saved. Raises ValueError as `parse_prompts`, also
+        for a missing file, and Unread for one that is unreadable now."""
         columns = columns or Columns()
         if is_dataset(place):
             return self._dataset(place, columns)
@@ -92,7 +92,7 @@ class Sources:
         return self.prompts(place, columns)[0]
 
     def _dataset(self, place: str, columns: Columns) -> list[Prompt]:
-        """All files of a data set of the Hub, as one."""
+        """Reads all files of a data set on the Hub as one."""
         self.places.check(place)
         try:
             files = self._tables.files_of(place)

@@ -1,4 +1,4 @@
-"""What a process gives up before it reads what strangers name: other files, other programs, other machines.
+"""Confines a process before it reads what strangers name: it gives up other files, programs and machines.
 
 The reader (process.py) confines itself once it has loaded its code. Three layers, each of which holds alone
 against what it is there for:
@@ -80,7 +80,7 @@ def confine(networks: Sequence[Network]) -> None:
 
 
 def is_public(address: str, networks: Sequence[Network] = ()) -> bool:
-    """Whether an address belongs to no machine, link, cluster or private network, or to one that is listed."""
+    """True if an address belongs to no machine, link, cluster or private network, or to one that is listed."""
     try:
         found = _embedded(ipaddress.ip_address(address.partition("%")[0]))
     except ValueError:

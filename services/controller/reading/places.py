@@ -29,7 +29,7 @@ FORBIDDEN = ("/proc", "/sys", "/dev", "/run/secrets", "/var/run/secrets")
 """Folders in which the kernel and the cluster show secrets. No root makes these readable."""
 OBJECT_STORES = ("s3", "gs", "az", "abfs", "oss")
 HUB = "hf://datasets"
-"""Every data set of the Hugging Face Hub, in a list of URLs that jobs may read."""
+"""Allows all data sets of the Hugging Face Hub, in a list of URLs that jobs may read."""
 SCHEMES = ("https", "http", "hf", *OBJECT_STORES)
 """Schemes of URLs that an operator may list."""
 MAX_MODEL_FILES = 20_000
@@ -96,11 +96,11 @@ class Places:
         return descriptor
 
     def is_file(self, place: str) -> bool:
-        """Whether there is a regular file. Raises NotAllowed."""
+        """True if the place is a regular file. Raises NotAllowed."""
         return self.path(place).is_file()
 
     def exists(self, place: str) -> bool:
-        """Whether there is a regular file or a folder. Raises NotAllowed."""
+        """True if the place is a regular file or a folder. Raises NotAllowed."""
         path = self.path(place)
         return path.is_file() or path.is_dir()
 
@@ -116,8 +116,8 @@ class Places:
         return folder if is_job(place) else Path(place.removeprefix("file://"))
 
     def pipeline(self, place: str) -> Path:
-        """What `model` gives; a name of the Hub stays one. Raises NotAllowed for one that the operator did not
-        list."""
+        """Returns what `model` gives; a name of the Hub stays a name. Raises NotAllowed for a name that the operator
+        did not list."""
         if (name := hub.name_of(place)) is None:
             return self.model(place)
         try:

@@ -120,7 +120,7 @@ def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, 
 
 
 def _reason(error: BaseException) -> str:
-    """What the confinement said (confinement.py), where a client says only that it could not connect."""
+    """Returns what the confinement said (confinement.py), where a client says only that it could not connect."""
     seen, cause = [error], error.__cause__ or error.__context__
     while cause is not None and cause not in seen:
         seen.append(cause)

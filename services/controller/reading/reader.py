@@ -150,8 +150,8 @@ class _Process:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a reader is given of the controller's environment, and where its code is: not in the current folder, which
-    may hold a `services` of the user's."""
+    """Returns a reader's environment: its part of the controller's, and where its code is. That is not the current
+    folder, which may hold a `services` of the user's."""
     own = {name.removeprefix(PREFIX): value for name, value in environment.items() if name.startswith(PREFIX)}
     passed = {name: environment[name] for name in _PASSED if name in environment}
     code = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -1,1 +1,1 @@
-"""What stays of ended jobs in Redis, for how long, and what happens as Redis fills."""
+"""Limits which ended jobs stay in Redis and for how long, and holds jobs back as Redis fills."""

@@ -1,6 +1,6 @@
-"""What stays in Redis of jobs that have ended, and at which use of its memory jobs wait. Pure.
+"""Limits of the ended jobs that stay in Redis, and the use of its memory above which jobs wait. Pure.
 
-A job that has not ended is never touched. Of those that have, the first to end go first.
+A job that has not ended is never touched. Among ended jobs, the first to end go first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a reward service answered, checked sample by sample. Pure."""
+"""Checks a reward service's answers, sample by sample. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_answers(
     described: reward_pb2.DescribeResponse,
     seconds: float,
 ) -> dict[str, Answer]:
-    """One answer a sample, whatever came back. No score of a call counts where one is of another sample's media."""
+    """Returns one answer per sample, whatever came back. If one score is of another sample's media, none counts."""
     by_id: dict[str, list[reward_pb2.RewardScore]] = defaultdict(list)
     for one in response.scores:
         by_id[one.sample_id].append(one)
@@ -57,12 +57,12 @@ def read_answers(
 
 
 def is_rubbish(answers: Sequence[Answer]) -> bool:
-    """Whether the service is at fault, not a sample: it gave several answers and none that can be used."""
+    """True if the service is at fault, not a sample: it gave several answers and none that can be used."""
     return len(answers) > 1 and all(answer.fault not in ("", *SAID) for answer in answers)
 
 
 def _exchanged(samples: Sequence[EncodedSample], by_id: Mapping[str, Sequence[reward_pb2.RewardScore]]) -> str:
-    """What the first score says that is of other media than its sample's; empty where none is."""
+    """Describes the first score that is of other media than its sample's; empty where none is."""
     for sample in samples:
         for one in by_id[sample.sample_id]:
             if one.media_size not in (0, len(sample.media)):

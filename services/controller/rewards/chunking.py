@@ -34,7 +34,7 @@ def chunks(
 def whole_groups(
     samples: Sequence[EncodedSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES
 ) -> Iterator[list[EncodedSample]]:
-    """One call a group; the samples of a group stand together. Raises ValueError for a group beyond a limit."""
+    """Yields one call per group; samples of a group must be adjacent. Raises ValueError for a group beyond a limit."""
     for _, members in itertools.groupby(samples, key=lambda sample: sample.group_id):
         group = list(members)
         size = sum(sample.num_bytes for sample in group)

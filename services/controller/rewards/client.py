@@ -1,7 +1,7 @@
-"""One reward service: a channel to each replica that is ready, or still has calls, and which of them is asked.
+"""Client of one reward service: has a channel to each replica that is ready or still has calls, and chooses among them.
 
-One replica is filled before the next is asked, so that those that are not needed may go; one whose call broke is asked
-last for a while.
+It fills one replica before it asks the next, so that replicas that are not needed may go. A replica whose call broke is
+asked last for a while.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class RewardService:
     async def _score(
         self, name: str, params: Mapping[str, str], samples: Samples, suited: Container[str], *, may_split: bool
     ) -> dict[str, Answer]:
-        """One call to a replica that it suits, again on others while it finds replicas gone, and in halves while it is
-        too large."""
+        """Calls a replica that suits the samples; tries others while it finds replicas gone, and halves while the call
+        is too large."""
         call = ScoreCall(samples, params)
         written = call.write()
         tried: list[str] = []

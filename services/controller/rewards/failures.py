@@ -1,4 +1,4 @@
-"""What a reward that gave no scores means for a job: another try, or a pause."""
+"""Decides what a job does when a reward gives no scores: it tries again, or pauses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RewardPause(Exception):
 def of_call(
     name: str, service: str, address: str, error: grpc.aio.AioRpcError, deadline_s: float | None
 ) -> RewardFailure:
-    """What a failed call tells of the reward `name`: of Score, which has `timeouts.score_s`, or of Describe (None)."""
+    """Returns the failure of a call to the reward `name`. `deadline_s`: `timeouts.score_s`; None for Describe."""
     return RewardFailure(
         failures.of_call(name, service, address, error, deadline_s, "controller"),
         permanent=error.code() in failures.PERMANENT,

@@ -22,7 +22,7 @@ Send = Callable[[trainer_pb2.TrainStepRequest], Awaitable[trainer_pb2.TrainStepR
 
 
 class GradientRewards:
-    """One job's."""
+    """Sends a job's training steps with its rewards' addresses, and pauses the job when a reward fails for long."""
 
     def __init__(self, directory: Directory, spec: JobSpec, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._spec, self._clock = directory, spec, clock
@@ -30,8 +30,8 @@ class GradientRewards:
         self._failures = 0
 
     async def trained(self, request: trainer_pb2.TrainStepRequest, send: Send) -> trainer_pb2.TrainStepResponse:
-        """The trainer's answer to a step. Raises RewardFailure while a reward gives no gradients and the job waits for
-        it, RewardPause when it took too long or somebody must change something first."""
+        """Returns the trainer's answer to a step. Raises RewardFailure while the job waits for a reward that gives no
+        gradients, RewardPause when it took too long or a user must change something first."""
         response = await send(self._addressed(request))
         if not response.reward_failure:
             self.reset()
@@ -65,7 +65,7 @@ class GradientRewards:
 
 
 def trains_on(spec: JobSpec, name: str, part: RewardPart) -> bool:
-    """Whether the trainer follows a reward's gradient, at some step and for some source of prompts."""
+    """True if the trainer follows a reward's gradient, at some step and for some source of prompts."""
     parts = [spec.data.scoring(source.name, {name: part}).get(name) for source in spec.data.each]
     return spec.trains_on_gradients and any(one.has_influence for one in parts if one is not None)
 

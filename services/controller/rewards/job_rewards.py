@@ -39,7 +39,7 @@ Fetch = Callable[[], Awaitable[Samples]]
 
 @dataclass(frozen=True)
 class SampleScore:
-    """What the rewards said of one sample. `reason` is set where `score` is not."""
+    """Scores that the rewards gave one sample. `reason` is set where `score` is not."""
 
     score: float | None
     """The total."""
@@ -67,7 +67,7 @@ def preference(index: int) -> SampleScore:
 
 
 def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
-    """What the rewards of a job must be able to score."""
+    """Returns the modality that the rewards of a job must be able to score."""
     if spec.writes_tokens:
         return reward_pb2.MODALITY_TEXT
     return reward_pb2.MODALITY_VIDEO if spec.rollout.num_frames > 1 else reward_pb2.MODALITY_IMAGE
@@ -194,7 +194,7 @@ class JobRewards:
         return self._attempts.setdefault(key, Attempt(now))
 
     def _is_current(self, attempt: Attempt) -> bool:
-        """Whether it is known, not one of before a pause."""
+        """True if the attempt is known, not one from before a pause."""
         return any(attempt is known for known in self._attempts.values())
 
     async def _settled(

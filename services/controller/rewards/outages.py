@@ -92,7 +92,7 @@ class Outage:
             self.given_up, self.probed_at = True, now
 
     def may_ask(self, now: float) -> bool:
-        """Whether a call may be made now: where it counts as failed one at a time, `PROBE_EVERY_S` after the last."""
+        """True if a call may begin now. A reward that counts as failed gets one at a time, `PROBE_EVERY_S` apart."""
         return not self.given_up or (not self.probing and now - self.probed_at >= PROBE_EVERY_S)
 
     @contextmanager

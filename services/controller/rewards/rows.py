@@ -1,4 +1,4 @@
-"""What a row of metrics says of each reward by itself: its raw scores, before clip, weight and gates. Pure."""
+"""Metrics of each reward by itself: its raw scores, before clip, weight and gates. Pure."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Scoring:
     async def ask(
         self, name: str, part: RewardPart, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
     ) -> list[Answer | None]:
-        """What one reward alone says of samples, in order. Raises RewardFailure when it fails as a whole."""
+        """Asks one reward alone for its answers to samples, in order. Raises RewardFailure when it fails as a whole."""
         answers = await self._rewards.ask(name, part, await self._fetch(samples, prompts))
         return [answers.get(sample_name(sample.id)) for sample in samples]
 
@@ -62,7 +62,7 @@ class Scoring:
         await self._rewards.close()
 
     async def _fetch(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[EncodedSample]:
-        """What rewards get of samples, in order."""
+        """Fetches samples as rewards get them, in order."""
         media = await asyncio.gather(*(self._blobs.get(sample.media) for sample in samples))
         return [
             EncodedSample(

@@ -1,5 +1,5 @@
-"""One small call to a reward with its params before steps depend on it: only when it scores does a service say what is
-wrong with them."""
+"""Tries a reward's params in one small call before steps depend on it: a service says only when it scores what is wrong
+with them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ async def refusals(
     sources: Sources,
     firsts: Mapping[str, Prompt] | None = None,
 ) -> list[str]:
-    """What the services of these rewards say of calls that they will never take, one line a reward. Errors of single
-    samples are none, nor is a service that cannot be reached or takes long. `firsts`: setting → first prompt of its
-    file, of files that were read just now; else they are read here."""
+    """Returns what services say of calls that they will never take, one line per reward. Errors of single samples do
+    not count, nor does a service that is unreachable or slow. `firsts`: setting → first prompt of its file, of files
+    that were read just now; else they are read here."""
     if not rewards:
         return []
     prompts = await asyncio.to_thread(_prompts, spec, rewards, sources, firsts)

@@ -42,17 +42,17 @@ _UPDATED = "updated"
 
 @dataclass(frozen=True)
 class Work:
-    """What the job that a pool works for has to do. Queued, it has no samples to make yet, and counts."""
+    """Work of the job that a pool works for. A queued job has no samples to make yet, but counts."""
 
     job_id: str
     pool: str
     rewards: tuple[str, ...]
     uses_rollouts: bool = True
-    """Whether rollouts sample for it; else its trainer alone does."""
+    """Takes samples from rollouts; else from its trainer alone."""
     samples: int = 0
-    """Wanted of open steps and validations, on their way included."""
+    """Number of samples that open steps and validations want, including those on their way."""
     requests: int = 0
-    """In which those are asked for; a replica beyond that many would get none."""
+    """Number of requests for those samples; a replica beyond that many would get none."""
     samples_per_replica: int = 1
     """Number of samples that a replica is given at once."""
     unscored: int = 0
@@ -147,7 +147,7 @@ def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, De
 
 
 def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
-    """What admitted jobs need whatever their state: one replica of each pool and reward. `records`, oldest first."""
+    """Returns what admitted jobs need in any state: one replica of each pool and reward. `records`, oldest first."""
     first: dict[str, JobRecord] = {}
     for record in records:
         if record.status is not JobStatus.QUARANTINED and not record.is_unreadable:
@@ -180,7 +180,7 @@ class DemandHash:
         self._last = replicas
 
     async def read(self) -> tuple[dict[Name, Demand], bool]:
-        """What the leader wrote last, and whether one still does. By the server's clock, for hosts differ."""
+        """Returns what the leader wrote last, and if one still does. By the server's clock, because hosts' differ."""
         async with self._redis.pipeline(transaction=True) as pipe:
             fields, (seconds, _) = await pipe.hgetall(keys.demand()).time().execute()
         updated = int(fields.pop(_UPDATED.encode(), 0))

@@ -32,7 +32,7 @@ class Shown:
 
 
 def is_complete(samples: Sequence[int], votes: Sequence[Vote], wanted: int) -> bool:
-    """Whether a group of these samples needs no more votes."""
+    """True if a group of these samples needs no more votes."""
     valid = [vote for vote in counted(votes) if {vote.left, vote.right} <= set(samples)]
     return len(valid) >= wanted and len(_parts(samples, [vote.pair for vote in valid])) == 1
 

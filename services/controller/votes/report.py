@@ -20,7 +20,7 @@ Share = tuple[float, int]
 
 
 def report(groups: Sequence[VoteGroup], scores: Scores, guarded: bool) -> VoteReport:
-    """What votes come to. `scores`: of rewards other than the votes; `guarded`: something else holds the policy."""
+    """Sums up votes. `scores`: of rewards other than the votes; `guarded`: something else restrains the policy."""
     voters = _voters(groups)
     both = [_same(*two) for group in groups for two in _shared(group)]
     return VoteReport(
@@ -84,7 +84,7 @@ def _shared(group: VoteGroup) -> Iterator[tuple[Vote, Vote]]:
 
 
 def _same(one: Vote, other: Vote) -> bool:
-    """Whether two votes on one pair say the same, whichever sides the samples were on."""
+    """True if two votes on one pair say the same, whichever sides the samples were on."""
     return one.better == other.better and (one.better is not None or one.choice == other.choice)
 
 
