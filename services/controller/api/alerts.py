@@ -1,7 +1,7 @@
-"""What needs an eye, in words, from what REST knows by itself: no Prometheus is asked. Pure.
+"""Alerts in words, from what the REST API knows by itself, without Prometheus. Pure.
 
 Names are those of the release's alerts (deploy/helm/flowfleet/files/alerts.yaml), whose runbook they share. Prometheus
-waits before it fires; this list says what is so now.
+waits before it fires; this list shows the present state.
 """
 
 from __future__ import annotations

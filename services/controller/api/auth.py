@@ -1,10 +1,10 @@
-"""Who may speak to the REST API: holders of an API key, browsers with a session that a key opened, or without keys,
-programs of this machine that mean it.
+"""Guards the REST API. It serves holders of an API key and browsers with a session that a key opened. Without keys it
+serves programs of this machine that mean it.
 
 A loopback address alone keeps no browser out: a page of any site may send requests to it, or rename its own host to
-127.0.0.1 (DNS rebinding). So without a key, requests that name another host, or come from a page of another origin,
-are refused. A browser sends its session's cookie by itself, so what a cookie proves changes nothing unless the
-request comes from our own page.
+127.0.0.1 (DNS rebinding). So without a key, requests that name another host, or come from a page of another origin, are
+refused. A browser sends its session's cookie by itself, so a request with a cookie changes nothing unless it comes from
+our own page.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def session_token(headers: Headers) -> str:
 
 
 def over_tls(scope: Scope, headers: Headers) -> bool:
-    """Whether a browser reached the page by HTTPS, through a proxy that ends TLS as well: its Origin says so."""
+    """True if a browser reached the page by HTTPS, through a proxy that ends TLS as well: its Origin says so."""
     return scope["scheme"] == "https" or headers.get("origin", "").startswith("https://")
 
 
@@ -114,7 +114,7 @@ def _presented(headers: Headers) -> str:
 
 
 def _from_our_page(headers: Headers) -> bool:
-    """Whether a browser says that the page is of this very origin. Proxies may rename the host, but not this mark."""
+    """True if a browser says that the page is of this very origin. Proxies may rename the host, but not this mark."""
     if (site := headers.get("sec-fetch-site")) is not None:
         return site == "same-origin"
     try:

@@ -56,7 +56,7 @@ def file_limit(most: int) -> int:
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. Its class attributes are the server's settings, set by `bounded`."""
+    """Connection with these bounds. Its class attributes are the server's settings, set by `bounded`."""
 
     header_timeout_s: float
     max_connections: int

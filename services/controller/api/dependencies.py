@@ -1,4 +1,4 @@
-"""What request handlers work with: made once by the app factory, handed in by FastAPI."""
+"""Services that request handlers work with: made once by the app factory, handed in by FastAPI."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _holder(request: Request) -> Holder | None:
 
 
 MaybeHolder = Annotated[Holder | None, Depends(_holder)]
-"""Who asks; none where a call is open to strangers."""
+"""Caller; None for a stranger, where a call is open to strangers."""
 Who = Annotated[Holder, Depends(_holder)]
-"""Who asks, where the guard lets no stranger in."""
+"""Caller, where the guard lets no stranger in."""
 
 
 def job_id_of(job_id: str) -> str:

@@ -1,5 +1,5 @@
-"""One reader of changes for all who watch: it waits for the fleet's notices (store/notices.py), reads what changed
-once, and hands it to every open stream. While nothing changes it does nothing, however many watch.
+"""Reads changes once for all open streams: waits for the fleet's notices (store/notices.py), reads what changed, and
+hands it to every stream. While nothing changes it does nothing, however many streams are open.
 
     notices ──► rows of the jobs that changed ──► every page
             └─► wakes the streams of a job ──► tail(), one read for all that are as far
@@ -48,7 +48,7 @@ SESSION = "session"
 
 
 class Tail(NamedTuple):
-    """What follows in a job's events."""
+    """Events of a job that follow a known one."""
 
     events: Sequence[JobEvent]
     text: str
@@ -58,7 +58,7 @@ class Tail(NamedTuple):
 
 
 class Watcher:
-    """One open stream. `job_id`: whose events it shows; `page`: whether it shows jobs and fleet."""
+    """Open stream of a client. `job_id`: job whose events it shows; `page`: it shows jobs and fleet."""
 
     def __init__(self, holder: Holder, job_id: str | None, page: bool) -> None:
         self.holder, self.job_id, self.page = holder, job_id, page
@@ -81,7 +81,7 @@ class Watcher:
         self.ring()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether something happened since the last call, within this time."""
+        """Returns True once something has happened since the last call, False after this time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ring.wait()
@@ -130,7 +130,7 @@ class Feed:
         await wait(self._ready, READY_S)
 
     async def tail(self, job_id: str, after: str | None) -> Tail:
-        """What follows an event (None: from the oldest kept). All that ask for the same share one read."""
+        """Returns the events after one (None: from the oldest kept). Streams that ask for the same share one read."""
         key = (job_id, after)
         if (task := self._tails.get(key)) is None:
             self._tails[key] = task = asyncio.create_task(self._read_tail(job_id, after), name="tail of events")

@@ -33,7 +33,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who sent a request."""
+    """Sender of a request."""
 
     name: str
     may: Right
@@ -44,7 +44,7 @@ class Holder:
 
 
 ANYONE = Holder("", Right.STEER)
-"""Whoever asks a controller without keys, which answers programs of its machine alone."""
+"""Sender of a request to a controller without keys, which answers programs of its machine alone."""
 
 
 class Keys:
@@ -60,7 +60,7 @@ class Keys:
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key."""
+        """True if requests need a key."""
         return bool(self._own) or self._file is not None
 
     def holder(self, key: str) -> Holder | None:

@@ -40,7 +40,7 @@ class Sessions:
         return token, ends
 
     async def find(self, token: str) -> Holder | None:
-        """Who opened a session, None once it ended or its key is revoked."""
+        """Returns the holder that opened a session, None once it ended or its key is revoked."""
         found = await self._row(token)
         holder = None if found is None else self._keys.by_digest(found["key"])
         return None if holder is None else replace(holder, session=_name(token))

@@ -35,7 +35,7 @@ async def stream(feed: Feed, holder: Holder, job_id: str, after: str | None) -> 
 
 
 async def page(feed: Feed, holder: Holder, job_id: str | None, after: str | None) -> AsyncIterator[str]:
-    """What a page shows as it changes: jobs, the fleet, and one job's events after an id."""
+    """Streams what a page shows as it changes: jobs, the fleet, and one job's events after an id."""
     with feed.watching(holder, job_id, page=True) as watcher:
         yield _RETRY
         await feed.ready()

@@ -1,1 +1,1 @@
-"""What Redis holds of jobs: records, events, metrics, samples, reward revisions; and which controller leads."""
+"""Stores jobs in Redis: records, events, metrics, samples, reward revisions; and which controller leads."""

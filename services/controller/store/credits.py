@@ -1,6 +1,6 @@
-"""What each training sample counted for in its update: advantage and ratio, 16 bytes a sample.
+"""Credits of the training samples in their update: advantage and ratio, 16 bytes per sample.
 
-One field a step, kept as long as samples of that step or an earlier one are.
+Each step is one field, kept as long as samples of that step or an earlier one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW = np.dtype([("group", "<u4"), ("index", "<u4"), ("advantage", "<f4"), ("rat
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One sample's part in an update."""
+    """Part of one sample in an update."""
 
     group: int
     index: int
@@ -39,7 +39,7 @@ class Credits:
         await self.forget(job_id)
 
     async def of_step(self, job_id: str, step: int) -> dict[tuple[int, int], Trained]:
-        """What is known of a step's samples, by (group, index)."""
+        """Returns the credits of a step's samples, by (group, index)."""
         packed = await self._redis.hget(_name(job_id), str(step))
         rows = np.frombuffer(packed or b"", dtype=_ROW).tolist()
         return {

@@ -1,4 +1,4 @@
-"""What a job leaves behind for people as it runs: metrics by step, checkpoints, validations."""
+"""History that a job leaves as it runs, for people: metrics by step, checkpoints, validations."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class History:
     async def add_checkpoint(
         self, job_id: str, checkpoint: Checkpoint, *, keep_last: int | None = None, keep: Collection[int] = ()
     ) -> None:
-        """One a step: adding it again replaces it. Only the `keep_last` newest (None: all) and those of the steps
-        `keep` stay."""
+        """Adds a step's checkpoint; adding it again replaces it. Keeps only the `keep_last` newest (None: all) and
+        those of the steps `keep`."""
         await self._redis.hset(keys.checkpoints(job_id), str(checkpoint.step), checkpoint.model_dump_json())
         steps = sorted(int(name) for name in await self._redis.hkeys(keys.checkpoints(job_id)))
         gone = [step for step in steps[:-keep_last] if step not in keep] if keep_last is not None else []
@@ -61,7 +61,7 @@ class History:
         return sorted((Checkpoint.model_validate_json(row) for row in rows), key=lambda checkpoint: checkpoint.step)
 
     async def add_validation(self, job_id: str, validation: Validation) -> None:
-        """One a version: adding it again replaces it."""
+        """Adds a version's validation; adding it again replaces it."""
         name = keys.validations(job_id)
         await self._redis.hset(name, str(validation.version), validation.model_dump_json())
         versions = sorted(int(field) for field in await self._redis.hkeys(name))

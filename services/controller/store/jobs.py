@@ -69,7 +69,7 @@ class Jobs:
         return read_record(job_id, decoded(row))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
-        """What changes of running jobs, in one round trip. Raises NotFound."""
+        """Returns status and desired state of each job, in one round trip. Raises NotFound."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hmget(keys.job(job_id), "status", "desired")

@@ -193,7 +193,7 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _is_dead(holder: bytes) -> bool:
-    """Whether the holder was a process that we would see and do not: a predecessor that was killed."""
+    """True if the holder was a process that we would see and do not: a predecessor that was killed."""
     who = json.loads(holder or b"{}")
     return bool(_place()) and who.get("place") == _place() and who["started"] != _started(who["pid"])
 

@@ -81,7 +81,7 @@ class Lists:
 
 
 def brief_of(spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
-    """What a list shows of a job's spec, also of one that another release stored."""
+    """Returns what a list shows of a job's spec, also of one that another release stored."""
     settings = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
     rollout, algorithm, model = (dict(settings.get(name, {})) for name in ("rollout", "algorithm", "model"))
     return {

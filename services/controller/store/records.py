@@ -1,6 +1,6 @@
-"""What the controller remembers of a job: the shapes that the store keeps and the REST API shows.
+"""Records of a job: the shapes that the store keeps and the REST API shows.
 
-`status` is what is, `desired` is what the user asked for last; the runner moves the first towards the second.
+`status` is the present state, `desired` what the user requested last; the runner moves the first towards the second.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class JobRecord(Job):
 
 
 class Validation(Answer):
-    """What the held-out prompts gave at one version."""
+    """Validation of one version on the held-out prompts."""
 
     version: int
     reward: FiniteOrNone

@@ -30,7 +30,7 @@ _UPLOAD = re.compile(rb"upload:([0-9a-f]{64})/")
 
 @dataclass(frozen=True)
 class EndedJob:
-    """What retention goes by. Times are Unix seconds."""
+    """Ended job, as far as retention needs it. Times are Unix seconds."""
 
     job_id: str
     ended_at: float

@@ -1,4 +1,4 @@
-"""Whether Redis still holds what its replicas had acknowledged: no controller leads on a Redis that lost such writes.
+"""Checks that Redis still holds what its replicas acknowledged: no controller leads on a Redis that lost such writes.
 
 The leader raises a number in Redis each second and waits until `num_acks` replicas have it. Redis replicates in order,
 so they then have every write before it too. The leader notes the number in the state directory, which all controllers
@@ -57,7 +57,7 @@ class Replication:
         self._behind = Gauge("flowfleet_redis_unacknowledged_seconds", text, registry=registry)
 
     async def is_whole(self) -> bool:
-        """Whether Redis holds what was acknowledged; `loss` says what it lost."""
+        """True if Redis holds what was acknowledged; `loss` says what it lost."""
         if self._num_acks:
             loss = await self._look()
             if loss and loss != self.loss:

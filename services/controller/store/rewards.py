@@ -71,7 +71,7 @@ class Rewards:
         notice(pipe, job_id)
 
     async def history(self, job_id: str) -> list[RewardRevision]:
-        """What took effect, ascending, without what was submitted."""
+        """Returns the revisions that took effect, ascending, without the submitted one."""
         rows = await self._redis.hvals(keys.rewards(job_id))
         return sorted((RewardRevision.model_validate_json(row) for row in rows), key=lambda revision: revision.number)
 

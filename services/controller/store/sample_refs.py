@@ -49,7 +49,7 @@ class SampleRefs:
         return [common_pb2.Sample.FromString(value) for value in values]
 
     async def find(self, step: int, group: int, index: int) -> common_pb2.Sample | None:
-        """One sample's reference, if the step is held."""
+        """Returns one sample's reference, if the step is held."""
         value = await self._redis.hget(self._key(step), f"{group}/{index}")
         return None if value is None else common_pb2.Sample.FromString(value)
 
@@ -104,7 +104,7 @@ class SampleRefs:
         return keys.train_request(self._job_id, step)
 
     def _is_of_job(self, ref: common_pb2.BlobRef, step: int) -> bool:
-        """Whether it is of the job's own negative prompt, which outlives the step. Negative embeds of a group's own
+        """True if it is of the job's own negative prompt, which outlives the step. Negative embeds of a group's own
         prompt or images have the step in their name."""
         negative, of_step = (self._blobs.uri(keys.blob(self._job_id, "negative", *place)) for place in ((), (step,)))
         return _is_below(ref.uri, negative) and not _is_below(ref.uri, of_step)

@@ -68,7 +68,7 @@ class Sibling(Answer):
 
 
 class SampleTrace(Answer):
-    """What became of one sample."""
+    """Trace of one sample: its part in an update, the checkpoint that has it, and its group."""
 
     sample: Sample
     advantage: FiniteOrNone
@@ -120,14 +120,14 @@ async def metrics(
     cursor: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="Last step seen.")] = None,
     limit: Limit = 500,
 ) -> Page[MetricsRow]:
-    """One row a step, ascending."""
+    """Lists metrics, a row per step, ascending."""
     items = await use.store.history.metrics(job_id, cursor, limit)
     return Page(items=items, next_cursor=str(items[-1].step) if len(items) == limit else None)
 
 
 @router.get("/validations")
 async def validations(job_id: KnownJobId, use: Use) -> Page[Validation]:
-    """What the held-out prompts gave, ascending by version."""
+    """Lists validations on the held-out prompts, ascending by version."""
     return Page(items=await use.store.history.validations(job_id))
 
 
@@ -174,7 +174,7 @@ async def samples(
 async def trace(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> SampleTrace:
-    """One sample, what it counted for, and the checkpoint that has it."""
+    """Shows one sample, what it counted for, and the checkpoint that has it."""
     found = await use.store.samples.get(job_id, step, group, index, purpose)
     siblings, _ = await use.store.samples.page(
         job_id, purpose=purpose, step=step, groups=(group, group + 1), order="oldest", limit=MAX_SIBLINGS

@@ -85,8 +85,8 @@ async def cancel(job_id: JobId, use: Use) -> JobRecord:
 
 @router.post("/{job_id}/pause", status_code=202)
 async def pause(job_id: JobId, use: Use) -> JobRecord:
-    """What runs now ends, nothing else starts. Other jobs of its pool wait behind a paused one: cancel it to let them
-    run."""
+    """Lets running commands end and starts nothing else. Other jobs of its pool wait behind a paused one: cancel it to
+    let them run."""
     return await _request(job_id, use, "pause")
 
 

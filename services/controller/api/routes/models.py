@@ -26,7 +26,7 @@ _FILE: dict[int | str, dict[str, Any]] = {
 
 @router.get("")
 async def show_model(job_id: KnownJobId, use: Use, step: Step = None) -> ModelManifest:
-    """What the model is, and its files."""
+    """Describes the model and its files."""
     return (await asyncio.to_thread(_find, use, job_id, step))[1]
 
 
@@ -40,7 +40,7 @@ async def model_file(
         str | None, Query(pattern="^[0-9a-f]{8}$", description="As the manifest has it: 409 once the model is another.")
     ] = None,
 ) -> Response:
-    """One file of the model."""
+    """Downloads one file of the model."""
     path, digest = await asyncio.to_thread(_file, use, job_id, step, name)
     if crc32 is not None and crc32 != digest:
         raise Conflict(f"{name} now belongs to a newer model: request the model again")

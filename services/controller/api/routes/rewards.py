@@ -54,7 +54,7 @@ async def change_rewards(request: Request, job_id: JobId, use: Use) -> Rewards:
 
 
 def _is_repeated(newest: RewardRevision, change: RewardChange) -> bool:
-    """Whether the newest revision came of this very change: its answer was lost."""
+    """True if the newest revision came from this very change, whose answer was lost."""
     lines = change.describe()
     return newest.number == change.revision + 1 and bool(lines) and newest.changes[-len(lines) :] == lines
 
@@ -87,8 +87,8 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
 async def _check_services(
     spec: JobSpec, before: RewardSet, after: RewardSet, directory: Directory, sources: Sources
 ) -> None:
-    """What is new must be known and answer, so that no step waits for it, and take its params; a shadow, for which none
-    waits, may be without replicas for now."""
+    """Checks that new rewards are known, answer and take their params, so that no step waits for them. A shadow, for
+    which none waits, may be without replicas for now."""
     shadows = {name: part.as_reward() for name, part in after.shadows.items()}
     known_shadows = {name: part.as_reward() for name, part in before.shadows.items()}
     fresh = [

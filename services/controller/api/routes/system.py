@@ -41,7 +41,7 @@ async def fleet(use: Use) -> Fleet:
 
 @router.get("/v1/alerts")
 async def alerts(use: Use) -> list[Alert]:
-    """What needs an eye now, in words; empty while all is well."""
+    """Lists what needs attention now, in words; empty while all is well."""
     return alerts_of((await use.feed.waiting()).values(), await _fleet(use))
 
 
@@ -109,7 +109,7 @@ async def healthz(use: Use) -> Condition:
 
 @router.get("/readyz")
 async def readyz(use: Use) -> Condition:
-    """Whether the scheduler runs. A Redis outage does not count: it affects all controllers, and each call
+    """Succeeds while the scheduler runs. A Redis outage does not count: it affects all controllers, and each call
     reports it."""
     _check_runner(use)
     return Condition(status="ok")

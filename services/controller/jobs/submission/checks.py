@@ -1,5 +1,5 @@
-"""What only the controller can know about a job: whether its files are there, what its model can do, and its rewards.
-Asked at submit."""
+"""Checks a job at submit against what only the controller knows: the files that exist, what its model can do, and its
+rewards."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from services.controller.reading.places import is_remote
 
 @dataclass(frozen=True)
 class JobData:
-    """What a job reads before its first step."""
+    """Data that a job reads before its first step."""
 
     spec: JobSpec
     """The job with folders in place of `job:ID`."""

@@ -1,4 +1,4 @@
-"""What a job must change to run."""
+"""Error that says what a job must change to run."""
 
 from __future__ import annotations
 
