@@ -83,7 +83,7 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
 async def _start(
     settings: ControllerSettings, keys: Keys, runner_factory: SchedulerFactory, stack: AsyncExitStack
 ) -> Services:
-    """What is pushed on the stack is undone in reverse."""
+    """Starts what the app serves. The stack stops it in reverse."""
     redis = connect(settings.redis_url.get_secret_value())
     stack.push_async_callback(redis.aclose)
     await redis.ping()

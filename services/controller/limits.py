@@ -31,7 +31,7 @@ class Limits(BaseModel):
     """Most bytes of all uploads together."""
 
     def problem(self, spec: JobSpec) -> str:
-        """What a job must change to be admitted, whatever else runs; empty for one that may be."""
+        """Says what a job must change to be admitted, whatever else runs; empty for one that may be."""
         rollout, asked, opened = spec.rollout, spec.samples_per_step, open_samples(spec)
         if asked > self.samples_per_step:
             return (

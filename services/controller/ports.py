@@ -1,4 +1,4 @@
-"""What the REST surface needs of the part that runs jobs. The two meet here and in the store, nowhere else."""
+"""Interface of the part that runs jobs, for the REST API. The two meet here and in the store, nowhere else."""
 
 from __future__ import annotations
 

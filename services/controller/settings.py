@@ -63,7 +63,7 @@ class ControllerSettings(BaseModel):
     blobs: str = "redis"
     """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
     keep: Keep = Keep()
-    """What stays of ended jobs, and at which use of Redis's memory jobs wait."""
+    """Limits of the ended jobs that stay, and the use of Redis's memory above which jobs wait."""
     limits: Limits = Limits()
     """How much one job, and all jobs together, may ask for."""
     archive: str = ""
@@ -213,7 +213,7 @@ class ControllerSettings(BaseModel):
 
     @property
     def sources(self) -> Sources:
-        """What reads for jobs. To be closed."""
+        """Opens the sources that read for jobs; the caller closes them."""
         return Sources(Places.of(self.data_roots, self.data_urls, self.state_dir), self.data_networks)
 
     @property

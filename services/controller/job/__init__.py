@@ -1,4 +1,4 @@
-"""One running job.
+"""Runs one job.
 
 machine/        what is wanted now: events in, commands out; the ledger keeps the events
 driver          starts what is wanted and makes what happened durable

@@ -1,4 +1,4 @@
-"""What the commands of one job work with: its spec and machine, its Redis keys, and its ways to the other services."""
+"""Context of one job's commands: its spec and machine, its Redis keys, and its ways to the other services."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Emit = Callable[..., Awaitable[None]]
 
 @dataclass(frozen=True)
 class JobCore:
-    """What everything about one running job starts from."""
+    """Core that everything about one running job starts from."""
 
     job_id: str
     machine: Machine
@@ -54,7 +54,7 @@ class JobCore:
 
 @dataclass(frozen=True)
 class JobContext(JobCore):
-    """What the commands of the job work with. `emit` makes events durable and folds them, then notifies `changes`."""
+    """Context of the job's commands. `emit` makes events durable and folds them, then notifies `changes`."""
 
     emit: Emit
     changes: Changes
@@ -88,7 +88,7 @@ class JobContext(JobCore):
         return self.spec.data.scoring(prompt.origin, self.machine.training_rewards_at(step))
 
     def prompts(self, step: int) -> Sequence[Prompt]:
-        """One a group."""
+        """Returns the prompts of a step, one per group."""
         return self.deal.of_step(step)
 
     async def samples(self, step: int, group: int, status: str) -> list[common_pb2.Sample]:

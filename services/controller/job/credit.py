@@ -1,4 +1,4 @@
-"""What each sample of a step counts for in its update: an advantage, or its place in a pair. Pure."""
+"""Credits each sample of a step in its update: with an advantage, or its place in a pair. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], c
 
 
 def _taught(scored: Sequence[Scored], spec: JobSpec, step: int) -> list[Credit]:
-    """All samples, each with the teacher of its source, and without an advantage."""
+    """Credits all samples with the teacher of their source, and without an advantage."""
     sources = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(step).tolist()
     teachers = [spec.teacher_of(source.name) for source in spec.data.each]
     return [replace(_credit(sample, 0.0), teacher=teachers[sources[sample.group]]) for sample in scored]

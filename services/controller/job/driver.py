@@ -60,7 +60,7 @@ RENEW_EVERY_S = 3600.0
 AT_ONCE = 256
 """Commands of a kind that run at once for a step, besides two for each replica; more would only wait."""
 ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
-"""What a call to a trainer gives that ends meanwhile: its termination message tells more."""
+"""Codes of a call to a trainer that ends meanwhile: its termination message tells more."""
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
 
@@ -68,7 +68,7 @@ MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], Changes], JobCo
 
 
 class JobDriver:
-    """One running job. `clock` gives Unix seconds and stamps the events."""
+    """Drives one running job. `clock` gives Unix seconds and stamps the events."""
 
     def __init__(
         self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = steady_time
@@ -139,7 +139,7 @@ class JobDriver:
             task.add_done_callback(self._wake_up)
 
     async def _attempt(self, command: Command) -> None:
-        """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
+        """Tries a command once. After a failure it stays `running` for the delay, so that it is not started at once."""
         self._watch.accusation(command)  # of an earlier try that did not fail by it
         try:
             with traced(self.job.job_id, self.machine, command):
@@ -238,7 +238,7 @@ class JobDriver:
                 await self.emit(ev.Failed(reason=reason))
 
     def _groups_alone(self, command: Generate) -> list[Generate]:
-        """One command for each group that still wants samples."""
+        """Splits a command into one for each group that still wants samples."""
         return [Generate(command.step, (g,)) for g in command.groups if self.machine.wanted(command.step, g)]
 
     async def _attempt_to_the_end(self, single: Generate, command: Generate) -> None:
@@ -276,7 +276,7 @@ class JobDriver:
         await self.emit(*facts, also=also)
 
     async def _buried(self, delivery: Delivery) -> bool:
-        """Whether it is a training sample that was not requested in this form: it becomes a dead letter."""
+        """Makes a training sample that was not requested in this form a dead letter; True if it did."""
         if delivery.sample.purpose != common_pb2.PURPOSE_TRAIN or not (why := misfit(self.job, delivery.sample)):
             return False
         log.warning("sample rejected: %s", why, extra={"job": self.job.job_id})

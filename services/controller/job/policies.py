@@ -1,6 +1,6 @@
-"""What a job asks of rollouts, by the kind of its policy: a flow, or a model that writes text. Pure.
+"""Requests of a job to rollouts, by the kind of its policy: a flow, or a model that writes text. Pure.
 
-`requests.py` puts it into whole requests, the same for both.
+`requests.py` completes them, the same for both.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ OVERLONG = "/overlong"
 """Name of a text's length penalty among its scores; no reward can have this name."""
 
 Fact = tuple[str, object, object]
-"""What it is of, what a sample says, and what was asked for."""
+"""Property's name, its value in a sample, and the requested value."""
 
 
 class Policy(Protocol):
-    """One kind."""
+    """Requests to rollouts, and checks of their samples, for one kind of policy."""
 
     def trained(self, spec: JobSpec, step: int) -> rollout_pb2.GenerateRequest:
         """How training samples of a step are drawn and what is kept of them; the rest is left empty."""
@@ -31,10 +31,10 @@ class Policy(Protocol):
         """How held-out samples are drawn."""
 
     def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
-        """What a training sample must be like."""
+        """Lists what a training sample must be like."""
 
     def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
-        """What is kept among a sample's scores besides those of its rewards."""
+        """Returns what is kept among a sample's scores besides those of its rewards."""
 
 
 class FlowPolicy:

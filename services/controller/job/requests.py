@@ -118,8 +118,8 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
 
 
 def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
-    """What of a wanted training sample is not as `generate` asked for it; "" where all is. A rollout that is at fault,
-    or hostile, may send anything, and the trainer fails a step that holds a sample of another job or size."""
+    """Says what of a wanted training sample differs from the request of `generate`; "" if nothing does. A faulty or
+    hostile rollout may send anything, and the trainer fails a step that holds a sample of another job or size."""
     spec, place = job.spec, sample.id
     if place.step >= job.machine.steps:
         return f"it is of step {place.step}, and the job has {job.machine.steps}"

@@ -220,7 +220,7 @@ def grouped(
     verdicts: Sequence[SampleScore],
     answers: Sequence[Answer | None],
 ) -> Iterator[GroupScores]:
-    """What reward and shadow gave, by group; only samples that have a score of the reward."""
+    """Yields the scores of reward and shadow by group, only of samples that have a score of the reward."""
     groups: defaultdict[tuple[int, int], list[tuple[SampleScore, Answer | None]]] = defaultdict(list)
     for sample, verdict, answer in zip(samples, verdicts, answers, strict=True):
         if beside in verdict.rewards:

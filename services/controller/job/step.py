@@ -1,4 +1,4 @@
-"""One training step, whatever the algorithm and the model, as the controller drives it.
+"""Training step of any algorithm and model, as the controller drives it.
 
     command            wanted when                                       does                         ends with
     EnsureTrainer      no trainer is known                               finds or starts the trainer  TrainerReady

@@ -89,7 +89,7 @@ class Quarantine:
 
     @staticmethod
     def drive(job_id: str) -> None:
-        """What this task does from now on, and all that it starts, is the job's."""
+        """Marks this task, and all that it starts from now on, as the job's."""
         _DRIVEN.set(job_id)
         if (task := asyncio.current_task()) is not None:
             _job_of[task] = job_id
@@ -171,7 +171,7 @@ def _suspicion(reason: str) -> str:
 
 
 def _written(redis: Any, job_id: str) -> str:
-    """What is suspected of a job that holds the loop, once it is written down."""
+    """Writes down the suspicion that a job holds the loop, and returns it."""
     suspicion = _suspicion("its driver held the controller's event loop")
     try:
         redis.hset(keys.driving(), job_id, suspicion)

@@ -192,7 +192,7 @@ class JobScheduler:
         await children.wait()
 
     async def _start_jobs(self, children: Children) -> None:
-        """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
+        """Runs one job at a time in each pool, oldest first. Meanwhile waiting jobs follow their users' requests."""
         tasks: dict[str, asyncio.Task[None]] = {}
         while True:
             self._wake.clear()
@@ -220,7 +220,7 @@ class JobScheduler:
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _end_others(self, active: Collection[str]) -> None:
-        """Trainers of ended jobs. Where they cannot be ended jobs run all the same."""
+        """Ends trainers of ended jobs. Jobs run even where this fails."""
         try:
             await self._launcher.keep_only(active)
         except (LeaseLost, RedisError):
@@ -278,7 +278,7 @@ class JobScheduler:
         return record.model_copy(update={"reason": reason})
 
     async def _set_aside(self, tasks: dict[str, asyncio.Task[None]]) -> None:
-        """Jobs that stopped the controller too often."""
+        """Quarantines jobs that stopped the controller too often."""
         for job_id in self._quarantine.suspects():
             if reason := await self._quarantine.reason(job_id):
                 await end([tasks[pool] for pool, driven in self._jobs.items() if driven == job_id and pool in tasks])
@@ -286,7 +286,7 @@ class JobScheduler:
                 await self._store.jobs.set_status(job_id, JobStatus.QUARANTINED, reason)
 
     async def _is_back(self, record: JobRecord) -> bool:
-        """Whether the user lifted a job's quarantine. One that is not wanted any more ends."""
+        """True if the user lifted a job's quarantine. A job that is not wanted any more ends."""
         if record.desired is Desired.CANCELLED:
             await self._store.jobs.set_status(record.id, JobStatus.CANCELLED, "cancelled in quarantine")
             await forget_gradients(self._folder(record.id))
@@ -297,8 +297,8 @@ class JobScheduler:
         return True
 
     async def _run_job(self, job_id: str) -> None:
-        """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
-        times in a row, as data that cannot be read are tried again; unreachable peers are waited for."""
+        """Runs one job to its end. After an error of ours, logs it and continues the job from its ledger, a limited
+        number of times in a row. Retries unreadable data as often. Waits for unreachable peers."""
         self._quarantine.drive(job_id)
         crash = 0
         while crash < MAX_CRASHES:

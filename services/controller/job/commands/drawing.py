@@ -1,4 +1,4 @@
-"""One call to a replica: what every kind of request has in common."""
+"""Draws samples with one call to a replica, the same way for every kind of request."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Previews:
             self._drawn[step, group] = own
 
     async def _verdicts(self, step: int, group: int, keep: int) -> list[ev.Dropped]:
-        """What is dropped of a group."""
+        """Scores a group's previews; returns those that are dropped."""
         job, samples = self._job, self._drawn[step, group]
         prompt = job.prompts(step)[group]
         try:
@@ -82,8 +82,8 @@ class Previews:
 
 
 def is_due(samples: Mapping[int, SampleState], keep: int) -> bool:
-    """Whether a group, by index, is still to be chosen from: it has more samples than it keeps. Dropped ones count no
-    more, so that the ledger's state alone says so."""
+    """True if samples of a group, by index, are still to be selected: it has more than it keeps. Dropped ones do not
+    count, so that the ledger's state alone says so."""
     return sum(sample.status != "dropped" for sample in samples.values()) > keep
 
 

@@ -98,7 +98,7 @@ async def _score(
 
 
 async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> list[common_pb2.Sample]:
-    """All samples of the prompts, in the order of prompt and index."""
+    """Draws all samples of the prompts, in the order of prompt and index."""
     expected = len(prompts) * job.spec.schedule.validation_samples
     request = requests.validate(job, version, start, prompts)
     samples = await draw(job, request, prompts, version, version)

@@ -33,7 +33,7 @@ _NO_SCORES: dict[str, float] = {}
 
 @dataclass(slots=True)
 class SampleState:
-    """One sample: wanted → sampled → scored, or dropped. Its batch changes the status (`Batch.move`)."""
+    """State of one sample: wanted → sampled → scored, or dropped. Its batch changes the status (`Batch.move`)."""
 
     status: SampleStatus = "wanted"
     version: int | None = None
@@ -93,7 +93,7 @@ class Batch(BaseModel):
 
     @classmethod
     def opened(cls, step: int, num_groups: int, group_size: int, at: float) -> Batch:
-        """All samples wanted."""
+        """Opens the batch of a step; all samples are wanted."""
         groups = {group: {index: SampleState() for index in range(group_size)} for group in range(num_groups)}
         return cls(step=step, opened_at=at, groups=groups)
 
@@ -126,7 +126,7 @@ class Batch(BaseModel):
 
     @property
     def is_judged(self) -> bool:
-        """Whether rewards have scored or refused one of its samples. One that was never sampled is not theirs."""
+        """True if rewards have scored or refused one of its samples. One that was never sampled does not count."""
         return self.has("scored") or any(
             sample.status == "dropped" and sample.version is not None
             for samples in self.groups.values()
@@ -144,7 +144,7 @@ class Batch(BaseModel):
         return self.count("scored") - self.num_trained
 
     def scored(self) -> list[Scored]:
-        """Every scored sample, ascending by (group, index)."""
+        """Returns the scored samples, ascending by (group, index)."""
         return [
             Scored(group, index, sample.score, sample.scores, sample.reference_kl)
             for group, samples in sorted(self.groups.items())

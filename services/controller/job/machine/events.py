@@ -1,5 +1,4 @@
-"""What can happen to a job. Events are facts: recorded first (ledger.py), then folded into the state by
-`state_machine.Machine`.
+"""Events of a job. They are facts: recorded first (ledger.py), then folded into the state by `state_machine.Machine`.
 
 `at` is the controller's clock in Unix seconds, stamped by the driver, so that folding a ledger again gives the same
 state.
@@ -83,7 +82,7 @@ class Dropped(_Event):
     index: int
     reason: str
     refill: bool = True
-    """Whether another one may be asked for in its place."""
+    """Allows another sample in its place."""
 
 
 class Lost(_Event):
@@ -128,7 +127,7 @@ class Published(_Event):
     kind: Literal["published"] = "published"
     version: int
     evaluated: bool = False
-    """Whether these are the version's evaluated weights; else those that sample."""
+    """True for the version's evaluated weights; else those that sample."""
     digest: str = ""
     """Digest of the weights; empty in ledgers older than digests."""
 

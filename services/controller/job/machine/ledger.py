@@ -99,7 +99,7 @@ class Ledger:
         await self._write(fill)
 
     async def _write(self, fill: Callable[[Any], Awaitable[None]]) -> None:
-        """One transaction, applied once: an attempt whose answer was lost finds its own head."""
+        """Writes in one transaction, applied once: an attempt whose answer was lost finds its own head."""
         number = int(self._head.partition("-")[0] or 0) + 1
         ours = f"{number}-{secrets.token_hex(8)}"
 

@@ -10,8 +10,8 @@ from services.controller.job.machine.events import Trained
 
 
 def is_above(spec: JobSpec, trained: Trained) -> bool:
-    """Whether a step's gap is above the job's limit, or no finite number in some rows. Never without a limit, or for a
-    loss without gap."""
+    """True if a step's gap is above the job's limit, or not finite in some rows. Never without a limit, or for a loss
+    without gap."""
     limit, gap = spec.rollout.max_log_prob_gap, trained.log_prob_gap
     if limit is None:
         return False

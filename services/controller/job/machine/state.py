@@ -1,4 +1,4 @@
-"""What is known of a running job: the state that events are folded into (state_machine.py), kept by the ledger."""
+"""State of a running job, which events are folded into (state_machine.py) and the ledger keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEDGER_FORMAT = 1
 
 
 class State(BaseModel):
-    """All that is known of a running job. A restart rediscovers the volatile part."""
+    """State of a running job. A restart rediscovers the volatile part."""
 
     format: int = LEDGER_FORMAT
     status: Status = Status.STARTING
@@ -45,7 +45,7 @@ class State(BaseModel):
     version: int = 0
     published: int = -1
     evaluated: bool = False
-    """What is published are that version's evaluated weights; else those that sample."""
+    """True if that version's evaluated weights are published; else those that sample."""
     checkpointed: int = 0
     validated: int = -1
     exported: bool = False
@@ -66,7 +66,7 @@ class State(BaseModel):
     steps: int | None = None
     """Training steps of the whole job since its user changed them; none: as submitted."""
     steps_asked: int | None = None
-    """What the user asked for then."""
+    """Steps that the user requested then."""
 
     trainer_version: int | None = None  # volatile: of the live trainer's weights; none without a trainer
     behind: bool = False  # volatile: a live replica misses the published version

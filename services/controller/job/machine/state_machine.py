@@ -307,7 +307,7 @@ class Machine:
 
     @property
     def phase(self) -> Phase:
-        """What the job waits for, as users see it."""
+        """Phase that users see: what the job waits for."""
         state = self.state
         if self.finished:
             return Phase.DONE
@@ -331,11 +331,11 @@ class Machine:
         return self.spec.schedule.steps if self.state.steps is None else self.state.steps
 
     def admissible(self, step: int, version: int) -> bool:
-        """Whether a sample of `version` may be trained on by `step` (promise 3 of docs/architecture.md)."""
+        """True if `step` may train on a sample of `version` (promise 3 of docs/architecture.md)."""
         return step - self.spec.schedule.max_staleness <= version <= step
 
     def published_as(self, version: int, digest: str) -> bool:
-        """Whether weights of a version with this digest are this job's, and not of a history that Redis has lost.
+        """True if weights of a version with this digest are this job's, and not of a history that Redis has lost.
         Without digests, as in ledgers from before they were kept, the version's number alone counts."""
         weights = self.state.weights
         if version < min(weights, default=self.state.version + 1):
@@ -343,7 +343,7 @@ class Machine:
         return version in weights and (not digest or digest in weights[version])
 
     def too_far(self, event: ev.Trained) -> bool:
-        """Whether the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
+        """True if the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
         pause it again; nor does the last one, after which nothing is sampled to train on."""
         is_new, is_last = event.step == self.state.version, event.step + 1 == self.steps
         return is_new and not is_last and gap.is_above(self.spec, event)
@@ -415,14 +415,14 @@ class Machine:
 
     @property
     def _evaluated_next(self) -> bool:
-        """Whether the version is published in its evaluated weights: until it is validated. The last version keeps
+        """True while the version is published in its evaluated weights: until it is validated. The last version keeps
         them, because nothing is sampled under it."""
         state = self.state
         is_open = state.validated < state.version or state.version == self.steps
         return self.spec.averages and self._is_validated(state.version) and is_open
 
     def _is_validated(self, version: int) -> bool:
-        """Whether the job has a validation of this version."""
+        """True if the job validates this version."""
         every, last = self.spec.schedule.validate_every, self.steps
         return self.spec.data.is_validated and (version % every == 0 or version == last)
 
@@ -439,7 +439,7 @@ class Machine:
 
     @property
     def _is_exported(self) -> bool:
-        """Whether the model needs no export. An evaluation has none of its own."""
+        """True if the model needs no export. An evaluation has none of its own."""
         return self.state.exported or self.spec.is_evaluation
 
     @property

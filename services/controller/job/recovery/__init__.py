@@ -1,1 +1,1 @@
-"""What a job does about failures: retries, lost blobs, trainers that hang or resume elsewhere."""
+"""Recovers a job from failures: retries, lost blobs, trainers that hang or resume elsewhere."""

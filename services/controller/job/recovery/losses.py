@@ -1,9 +1,9 @@
-"""What becomes of a sample whose blob is gone or is not what was written (evicted, deleted, flipped bits).
+"""Handles samples whose blob is gone or is not what was written (evicted, deleted, flipped bits).
 
 A sample's seed derives from its identity, so it is made again: it is wanted once more, and a replica that serves the
-same version makes the same bits, which keep the score that they have. A sample that is lost time after time is dropped
-as `lost`. Of a step that was trained already and is replayed by a trainer that restarted, the version that
-made it is not served any more: the replay goes without the sample.
+same version makes the same bits, which keep the score that they have. A sample that is lost repeatedly is dropped as
+`lost`. A restarted trainer may replay a step that was trained already. The version that made its samples is not served
+any more, so the replay goes without a lost sample.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ def _without(
 
 
 def _place(item: trainer_pb2.TrainSample, is_paired: bool) -> tuple[int, int]:
-    """What a sample has in common with those that may not stay without it."""
+    """Returns the key that a sample shares with those that may not stay without it."""
     return item.sample.id.group, item.pair if is_paired else item.sample.id.index

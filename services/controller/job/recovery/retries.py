@@ -1,4 +1,4 @@
-"""What to do when a command's remote call fails: a pure table, so that it can be read and tested without a network."""
+"""Decides what follows when a command's remote call fails: a pure table, to be read and tested without a network."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAITS_FOR_PEOPLE = {Code.RESOURCE_EXHAUSTED: (TrainStep, Checkpoint, Export), Co
 
 
 class FailureAction(StrEnum):
-    """What follows from a failed call."""
+    """Action after a failed call."""
 
     RETRY = "retry"  # the same again after the delay
     REPLACE = "replace"  # the trainer hangs: end it, then resync

@@ -1,1 +1,1 @@
-"""What a job tells of itself: events, metrics, samples, the card of its model."""
+"""Reports of a job: events, metrics, samples, the card of its model."""

@@ -42,8 +42,8 @@ class ProgressTold:
         self._shown_at = self._announced_at = float("-inf")
 
     def tells(self, phase: str, counts: Counts) -> bool | None:
-        """Whether to tell this, which is then told: True with an event, False in the job's record alone, None not yet.
-        A new phase has an event, and so has another tenth of the step, if the last event is a while ago."""
+        """Decides how to tell this, and notes it as told: True with an event, False in the job's record alone, None not
+        yet. A new phase has an event, and so has another tenth of the step, if the last event is a while ago."""
         now = self._clock()
         is_new = phase != self._phase
         if not is_new and (counts == self._shown or now - self._shown_at < SHOW_EVERY_S):

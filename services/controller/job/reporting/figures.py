@@ -24,8 +24,8 @@ NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN
 def weighed(
     spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch
 ) -> tuple[list[Credit], dict[str, float], dict[str, dict[str, Any]]]:
-    """What a step trains on, and metrics and histograms over all its samples. Samples may be many: call it in a
-    thread."""
+    """Computes what a step trains on, and metrics and histograms over all its samples. Samples may be many: call it in
+    a thread."""
     scored = batch.scored()
     watched = rewards if spec.method.data == "prompts" else {}
     names = [source.name for source in spec.data.each]

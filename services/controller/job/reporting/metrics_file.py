@@ -18,7 +18,7 @@ from typing import Final, Literal
 METRICS_FILE: Final = "metrics.jsonl"
 
 Kind = Literal["step", "version"]
-"""What a line is about: a training step, or the policy version of a validation."""
+"""Subject of a line: a training step, or the policy version of a validation."""
 
 log = logging.getLogger(__name__)
 

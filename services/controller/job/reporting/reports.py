@@ -1,6 +1,6 @@
-"""What people see of a job as it runs: one row of metrics a step, progress, samples with their scores, validations.
+"""Reports a running job to people: one row of metrics per step, progress, samples with their scores, validations.
 
-Names are those that the field charts already (docs/metrics.md). Nothing here decides anything.
+Metrics have the names that the field uses in its charts (docs/metrics.md). Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reports:
         await self._shadows.offer(samples, prompts, verdicts)
 
     def published(self, responses: Sequence[trainer_pb2.PublishWeightsResponse], seconds: float) -> None:
-        """What a version's replicas took, in `seconds` since the first was asked."""
+        """Records what publishing a version took, in `seconds` since the first replica was asked."""
         self._publish = {
             "timing_s/update_weights": seconds,
             "timing_s/drain": max(response.drain_seconds for response in responses),

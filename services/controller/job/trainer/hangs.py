@@ -1,4 +1,4 @@
-"""Whether a trainer hangs, judged from what its ranks told of themselves. Pure: told the time, and what was heard.
+"""Decides if a trainer hangs, from what its ranks report of themselves. Pure: it gets the time and the reports.
 
 rule 1   A trainer at work hangs when no rank's phase or count has changed for longer than the largest limit of the
          phases that its ranks are in. One rank that gets on is enough: the others may wait for it in a collective.
@@ -20,7 +20,7 @@ MAX_GAP_S = 3.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank last showed; see RankProgress in trainer.proto."""
+    """Progress that a rank last showed; see RankProgress in trainer.proto."""
 
     rank: int
     phase: str

@@ -67,7 +67,7 @@ class TrainerWatch:
             self._accuse(f"the trainer ended: {words}")
 
     def accusation(self, command: Command) -> str | None:
-        """What ended the trainer under this command, told once."""
+        """Returns, only once, what ended the trainer under this command."""
         return self._accused.pop(command, None)
 
     def _accuse(self, reason: str) -> None:

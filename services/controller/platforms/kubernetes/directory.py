@@ -34,7 +34,7 @@ START_TIMEOUT_S = 30.0
 
 
 class KubernetesDirectory(Collector):
-    """What there is of a release in a namespace. `jobs` and `pods` are the trainers' too, for their launcher."""
+    """Directory of a release in a namespace. `jobs` and `pods` are the trainers' too, for their launcher."""
 
     def __init__(self, release: str, namespace: str, registry: CollectorRegistry) -> None:
         self._release = release

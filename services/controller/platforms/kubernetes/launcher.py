@@ -167,7 +167,7 @@ class KubernetesLauncher:
     # -- changes -------------------------------------------------------------------------------------------------
 
     async def _admitted(self, job_id: str, spec: JobSpec) -> Object:
-        """What the cluster's people can grant (rights, a quota, a webhook's consent) is waited for."""
+        """Creates the trainer's Job; waits for what people can grant (rights, a quota, a webhook's consent)."""
         try:
             return await self._create(job_id, spec)
         except Refused as error:
@@ -250,7 +250,7 @@ class KubernetesLauncher:
 
 
 async def _serves(leader: Object, token: str | None) -> bool:
-    """Whether the service of rank 0 takes calls. Its own name may not be known everywhere yet, so by address."""
+    """True if the service of rank 0 takes calls. Calls its address: its name may not be known everywhere yet."""
     host = leader.get("status", {}).get("podIP")
     if pods.phase(leader) != "Running" or not host:
         return False
@@ -273,7 +273,7 @@ def _ended(attempt: Object) -> bool:
 
 
 def _demand(attempt: Object) -> str:
-    """What each of its pods wants of accelerators, and how many pods there are."""
+    """Describes how many pods the attempt has, and the accelerators that each wants."""
     count = attempt["spec"]["completions"]
     limits = [container.get("resources", {}).get("limits", {}) for container in _spec_of_pods(attempt)["containers"]]
     wanted = [f"{amount} {name}" for part in limits for name, amount in part.items() if "/" in name]

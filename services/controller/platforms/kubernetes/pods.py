@@ -26,7 +26,7 @@ STUCK = frozenset(
 DISRUPTED = frozenset({"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 """Reasons of pods that failed through no fault of their own."""
 _NOISE = re.compile(r"\s*(no new claims to deallocate,)?\s*preemption:.*", re.S)
-"""What the scheduler adds about preemption, which says the same again."""
+"""Matches what the scheduler adds about preemption, which says the same again."""
 _WORDS = re.compile(r"rank \d+: ")
 """How a trainer's own message begins (services/trainer/termination.py). Without one, it is its log's end."""
 _MAX_MESSAGE = 500
@@ -90,7 +90,7 @@ def ending(pod: Object) -> str:
 
 
 def exited(pod: Object) -> bool:
-    """All its containers have ended."""
+    """True if its containers have all ended."""
     states = [container.get("state") or {} for container in pod.get("status", {}).get("containerStatuses") or ()]
     return bool(states) and all("terminated" in state for state in states)
 
@@ -140,7 +140,7 @@ def post_mortem(own: Collection[Object]) -> tuple[str, bool]:
 
 
 def is_told(own: Collection[Object]) -> bool:
-    """Whether nothing that these pods may still tell changes their post-mortem, but for a disruption."""
+    """True if nothing that these pods may still tell changes their post-mortem, except a disruption."""
     gone = _gone(own)
     if not gone or any(map(has_words, gone)) or disrupted(gone[0]) or terminating(gone[0]):
         return True
@@ -192,7 +192,7 @@ def _line(reason: str, message: str | None) -> str:
 
 
 def _tidy(message: str) -> str:
-    """One line. Of a log the end tells more than the beginning."""
+    """Returns the message as one line. Keeps the end of a long one, because the end of a log tells more."""
     line = " ".join(_NOISE.sub("", message).split())
     return line if len(line) <= _MAX_MESSAGE else "…" + line[-_MAX_MESSAGE:]
 

@@ -36,7 +36,7 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class TrainerProcess:
-    """What is written down of a started trainer. `started` (kernel ticks since boot) tells a reused pid from ours."""
+    """Record of a started trainer. `started` (kernel ticks since boot) tells a reused pid from ours."""
 
     pid: int
     started: str
