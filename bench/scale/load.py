@@ -28,7 +28,7 @@ class Load:
     """A Generate call takes, ± a fifth."""
     train_s: float = 5.0
     publish_s: float = 0.5
-    """What a replica takes to load weights."""
+    """Time that a replica takes to load weights."""
     prompts: int = 10
     group_size: int = 8
     media_bytes: int = 4096

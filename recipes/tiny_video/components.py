@@ -16,7 +16,7 @@ from recipes.tiny_video.clips import COLORS, DIRECTIONS, RADII, SHAPES
 
 TEXT_WIDTH = 64
 MAX_TOKENS = 512
-"""What the pipeline pads every prompt to."""
+"""Length to which the pipeline pads every prompt."""
 
 
 def build_pipeline() -> Any:

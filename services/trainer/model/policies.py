@@ -162,10 +162,10 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
 
 
 def reference_moves(spec: JobSpec) -> bool:
-    """Whether what `kl_coef` holds to follows the trained policy, and so is no longer the model before training."""
+    """True if the policy that `kl_coef` holds to follows the trained one, so is not the model before training."""
     return spec.kl.kl_coef > 0 and spec.kl.kl_reference.moves
 
 
 def needs_reference(spec: JobSpec) -> bool:
-    """Whether the job's loss compares with the model before training."""
+    """True if the job's loss compares with the model before training."""
     return spec.loss.needs_reference or spec.kl.kl_coef > 0
