@@ -26,7 +26,7 @@ class Launcher(Protocol):
         """
 
     async def alive(self, job_id: str) -> bool:
-        """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
+        """True if the trainer that `ensure` gave is still there. Cheap: called every second."""
 
     async def termination_message(self, job_id: str) -> str:
         """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
