@@ -53,11 +53,33 @@ Case = tuple[str, str, str]
 """Kind of checkpoint, algorithm, trainer mode."""
 
 
+THROUGH_SERVICES: tuple[Case, ...] = (
+    ("stable_diffusion_3", "flow_grpo", "full"),
+    ("wan", "awm", "full"),
+    ("flux", "srpo", "lora"),
+    ("qwen3", "grpo", "lora"),
+)
+"""A pair of each kind of loss: policy, matching, gradient, sequence. They run as processes, in test_services.py."""
+
+ROUNDING = 1e-6
+"""A rollout decodes token by token, and a trainer reads packed sequences: float32 sums may end a bit or two apart."""
+
+LETTERS = """
+def letters(text, prompt, metadata):
+    return sum(map(ord, text)) % 10 / 10
+"""
+"""File of a reward for texts."""
+
+
 def cases(kinds: tuple[str, ...]) -> list[Case]:
-    """The cases of docs/generate/models.py for these checkpoints."""
-    writes = kinds == TEXTS
-    found = [(kind, case) for kind in kinds for case in cases_on(kind, PIPELINES[kind], writes=writes)]
-    return [(kind, case.algorithm, case.mode) for kind, case in found]
+    """The cases of these checkpoints that run in one process."""
+    made = [case for kind in kinds for case in every_case(kind, writes=kinds == TEXTS)]
+    return [case for case in made if case not in THROUGH_SERVICES]
+
+
+def every_case(kind: str, *, writes: bool) -> list[Case]:
+    """The cases of docs/generate/models.py for a checkpoint."""
+    return [(kind, case.algorithm, case.mode) for case in cases_on(kind, PIPELINES[kind], writes=writes)]
 
 
 def write_data(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models that edit pictures or paint videos × algorithms, end to end through the services: two steps each.
+"""Models that edit pictures or paint videos × algorithms, end to end: two steps each.
 
 A file of its own, so that another core can have it.
 """

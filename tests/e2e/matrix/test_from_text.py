@@ -1,4 +1,4 @@
-"""Models that paint from text × algorithms, end to end through the services: two steps each."""
+"""Models that paint from text × algorithms, end to end: two steps each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.files import RECIPES
 from flowfleet.job.spec import read_job_file
 from flowfleet.models.registry import FAMILIES, family_of
 from recipes.tiny_unified.__main__ import main as make_model
 from tests.e2e.conftest import Fleet, assert_accounted
-from tests.e2e.matrix.cases import EDITS_AND_VIDEOS, FROM_TEXT, PIPELINES, TEXTS, cases, check
+from tests.e2e.matrix.cases import (
+    EDITS_AND_VIDEOS,
+    FROM_TEXT,
+    PIPELINES,
+    TEXTS,
+    THROUGH_SERVICES,
+    cases,
+    check,
+    every_case,
+)
 
 
 @pytest.mark.long
@@ -43,3 +53,11 @@ def test_the_matrix_has_every_family(checkpoint_of: Callable[[str], Path]) -> No
     kinds = FROM_TEXT + EDITS_AND_VIDEOS + TEXTS
     assert {kind: family_of(checkpoint_of(kind)).pipeline for kind in kinds} == PIPELINES
     assert set(PIPELINES.values()) == set(FAMILIES)
+
+
+def test_pairs_through_services_are_pairs_of_the_matrix() -> None:
+    """One of each kind of loss that reads rewards."""
+    whole = [case for kind in PIPELINES for case in every_case(kind, writes=kind in TEXTS)]
+    assert set(THROUGH_SERVICES) <= set(whole)
+    kinds = [LOSSES[ALGORITHMS[algorithm].loss].kind for _, algorithm, _ in THROUGH_SERVICES]
+    assert kinds == ["policy", "matching", "gradient", "sequence"]

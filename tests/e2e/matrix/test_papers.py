@@ -1,4 +1,4 @@
-"""Each recipe of recipes/papers, at a tiny size: submitted, run through the services, and exported."""
+"""Each recipe of recipes/papers, at a tiny size: submitted, run, and exported."""
 
 from __future__ import annotations
 
