@@ -18,6 +18,9 @@ LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowflee
 DOCS := docs.generate.algorithms docs.generate.metrics docs.generate.models docs.generate.settings \
 	docs.generate.scorers examples.quotes
 
+# Tests start many processes: each would compile the tree again, and each worker the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-all lint audit fmt docs lock protos \

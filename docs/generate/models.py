@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,8 @@ def choose_cases(
     return _with_modes(pairs, algorithms)
 
 
-def run_cases() -> list[Case]:
+@cache
+def run_cases() -> tuple[Case, ...]:
     """The cases of the registries as they are: those of flows, then those of models that write text."""
     cases: list[Case] = []
     for writes in (False, True):
@@ -91,7 +93,7 @@ def run_cases() -> list[Case]:
         cases += choose_cases(
             families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]), core
         )
-    return cases
+    return tuple(cases)
 
 
 def writes_tokens(algorithm: Algorithm) -> bool:

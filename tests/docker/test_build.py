@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.deploy.conftest import Rendered, container
 
@@ -99,7 +97,10 @@ def lay_out(root: Path) -> None:
 
 
 def packages(text: str) -> set[str]:
-    """What a bill of materials lists, once it is valid."""
+    """Lists the packages of a bill of materials, once it is valid."""
+    from cyclonedx.schema import SchemaVersion  # four seconds of imports, in each worker that collects this file
+    from cyclonedx.validation.json import JsonStrictValidator
+
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     return {component["purl"] for component in json.loads(text)["components"]}
 
