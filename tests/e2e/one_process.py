@@ -35,10 +35,10 @@ from flowfleet.rpc import endpoint as rpc
 from services.controller.api.server import Server
 from services.controller.app import create_app
 from services.controller.fleet.directory import Directory
-from services.controller.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler
+from services.controller.platforms.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
-from services.controller.trainers.launcher import Launcher
 from services.reward import scorers
 from services.reward.execution.batcher import Limits
 from services.reward.execution.engines import Batched
