@@ -57,3 +57,12 @@ def start(
         argv, ranks = [argv[0], *torchrun, *argv[1:]], 0
     started = StartedProcess(argv, env=env, output=output, error=error, session=session, address=forks, ranks=ranks)
     return started.started()
+
+
+def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60.0) -> tuple[int, str]:
+    """Runs `python -m MODULE …` to its end. Returns the exit code, and what it wrote."""
+    with tempfile.TemporaryFile() as output:
+        process = start(argv, env=env, output=output.fileno())
+        code = process.wait(timeout_s)
+        output.seek(0)
+        return code, output.read().decode()

@@ -18,7 +18,7 @@ ensure_trainer = step.ensure_trainer  # type: ignore[attr-defined]
 
 
 def hold(job: Any) -> Any:
-    while job.spec.name == "hog" and os.path.exists(os.environ["HOG"]):
+    while job.spec.name == "hog" and os.path.exists(os.environ["FLOWFLEET_HOG"]):
         time.sleep(0.01)
     return ensure_trainer(job)
 

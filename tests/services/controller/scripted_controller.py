@@ -13,7 +13,8 @@ from tests.services.controller.scripted import ScriptedLauncher
 
 
 def runner(settings: Any, redis: Any, store: Any, registry: Any, launcher: Any, directory: Any) -> JobScheduler:
-    return JobScheduler(settings, redis, store, registry, ScriptedLauncher(os.environ["TRAINER"]), directory)
+    launched = ScriptedLauncher(os.environ["FLOWFLEET_SCRIPTED_TRAINER"])
+    return JobScheduler(settings, redis, store, registry, launched, directory)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ import httpx
 import pytest
 
 from flowfleet.data.blobs import open_blobs
+from flowfleet.process.started import StartedProcess
 from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.store.leadership import TTL_S
+from tests.forks import start
 from tests.services.controller.scripted import ScriptedReward, ScriptedRollout, ScriptedTrainer
 from tests.waiting import until
 
@@ -40,7 +42,7 @@ class SlowRollout(ScriptedRollout):
 
 
 class Controller:
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+    def __init__(self, process: StartedProcess, url: str) -> None:
         self.process, self.pid = process, process.pid
         self.client = httpx.AsyncClient(base_url=url, timeout=20)
 
@@ -71,7 +73,9 @@ class Scene:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self.rollout, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self.trainer, server)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(ScriptedReward(lambda _: 0.5), server)
-        self.rollout.address = self._env["TRAINER"] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        self.rollout.address = self._env["FLOWFLEET_SCRIPTED_TRAINER"] = (
+            f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        )
         await server.start()
         renewing = asyncio.create_task(self.rollout.renew())
         try:
@@ -80,9 +84,8 @@ class Scene:
         finally:
             for controller in self.controllers:
                 await controller.client.aclose()
-                if controller.process.returncode is None:
-                    controller.process.kill()
-                    await controller.process.wait()
+                controller.process.kill()
+                await asyncio.to_thread(controller.process.wait)
             renewing.cancel()
             await server.stop(None)
             await self.redis.aclose()
@@ -93,9 +96,9 @@ class Scene:
         flags += ["--data-root", str(self._folder)]
         reward = ["--reward", f"ocr={self.rollout.address}"]
         argv = [sys.executable, "-m", self.module, *flags, *reward]
-        process = await asyncio.create_subprocess_exec(*argv, env=self._env)
+        process = await asyncio.to_thread(start, argv, env=self._env, output=1, error=2)
         while not port_file.exists():
-            assert process.returncode is None
+            assert process.poll() is None
             await asyncio.sleep(0.05)
         return Controller(process, f"http://{port_file.read_text()}")
 

@@ -34,6 +34,7 @@ from flowfleet.proto.reward_pb2 import (
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc.endpoint import open_channel
 from services.reward import __main__ as main_module
+from tests.forks import run
 from tests.services.reward.conftest import ServiceProcess, reward_process
 from tests.services.reward.pictures import encoded, sample, sign, sign_sample
 from tests.waiting import until
@@ -259,12 +260,10 @@ async def test_a_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
 )
 def test_wrong_flags_say_what_to_change(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWFLEET_RPC_TOKEN", raising=False)
-    ended = subprocess.run(
-        [sys.executable, "-m", "services.reward", *flags], capture_output=True, text=True, timeout=30
-    )
-    assert ended.returncode == 2
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
+    code, written = run([sys.executable, "-m", "services.reward", *flags], env=os.environ)
+    assert code == 2
+    assert says in written
+    assert "Traceback" not in written
 
 
 def test_the_service_needs_neither_torch_nor_a_redis() -> None:

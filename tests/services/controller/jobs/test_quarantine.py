@@ -149,7 +149,7 @@ async def test_a_job_that_kills_controllers_is_quarantined_and_the_others_go_on(
 ) -> None:
     hog = tmp_path / "hog"
     hog.touch()
-    monkeypatch.setenv("HOG", str(hog))
+    monkeypatch.setenv("FLOWFLEET_HOG", str(hog))
     scene = HoggedScene(redis_url, tmp_path)
     async with scene.running():
 
@@ -158,7 +158,7 @@ async def test_a_job_that_kills_controllers_is_quarantined_and_the_others_go_on(
             async with asyncio.timeout(60):
                 while True:
                     for number, controller in enumerate(scene.controllers):
-                        if controller.process.returncode is not None:
+                        if controller.process.poll() is not None:
                             scene.controllers[number] = controller = await scene.start()
                         try:
                             answer = await controller.client.request(method, path, timeout=2, **given)
