@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
-from flowfleet.job.files import RECIPES
-from flowfleet.job.spec import read_job_file
 from flowfleet.models.registry import FAMILIES, family_of
-from recipes.tiny_unified.__main__ import main as make_model
-from tests.e2e.conftest import Fleet, assert_accounted
+from tests.e2e.conftest import Fleet
 from tests.e2e.matrix.cases import (
     EDITS_AND_VIDEOS,
     FROM_TEXT,
@@ -31,21 +28,6 @@ def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
     check(fleet, checkpoint_of(kind), data, algorithm, mode)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["bagel", "hunyuan_image3"])
-def test_the_tiny_recipe_runs_on_the_model_that_its_command_makes(fleet: Fleet, kind: str, tmp_path: Path) -> None:
-    job = read_job_file(RECIPES / f"tiny_{kind}.toml")
-    assert job["model"]["path"] == f"runs/tiny_{kind}"
-    make_model([kind, "--output", str(tmp_path / kind)])
-    job["model"]["path"] = str(tmp_path / kind)
-    for part, name in (("data", "train"), ("data", "validation")):
-        job[part][name] = str(RECIPES.parent / job[part][name])
-    job["schedule"] = {"steps": 2, "save_every": 2, "validate_every": 2}
-    done = fleet.run(job)
-    assert_accounted(done, 2 * job["rollout"]["prompts_per_step"] * job["rollout"]["group_size"])
-    assert all((row.values["actor/grad_norm"] or 0) > 0 for row in fleet.metrics(done))
 
 
 def test_the_matrix_has_every_family(checkpoint_of: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""A pair of each kind of loss, and vLLM, through the services as processes: two steps each."""
+"""A pair of each kind of loss, tiny recipes, and vLLM, through the services as processes: two steps each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Fleet
+from flowfleet.job.files import RECIPES
+from flowfleet.job.spec import read_job_file
+from recipes.tiny_unified.__main__ import main as make_model
+from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.matrix.cases import LETTERS, ROUNDING, THROUGH_SERVICES, check
 
 pytestmark = pytest.mark.long
@@ -39,6 +42,21 @@ def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
     check(fleet, checkpoint_of(kind), data, algorithm, mode)
+
+
+@pytest.mark.parametrize("fleet", ["diffusers"], indirect=True)
+@pytest.mark.parametrize("kind", ["bagel", "hunyuan_image3"])
+def test_the_tiny_recipe_runs_on_the_model_that_its_command_makes(fleet: Fleet, kind: str, tmp_path: Path) -> None:
+    job = read_job_file(RECIPES / f"tiny_{kind}.toml")
+    assert job["model"]["path"] == f"runs/tiny_{kind}"
+    make_model([kind, "--output", str(tmp_path / kind)])
+    job["model"]["path"] = str(tmp_path / kind)
+    for part, name in (("data", "train"), ("data", "validation")):
+        job[part][name] = str(RECIPES.parent / job[part][name])
+    job["schedule"] = {"steps": 2, "save_every": 2, "validate_every": 2}
+    done = fleet.run(job)
+    assert_accounted(done, 2 * job["rollout"]["prompts_per_step"] * job["rollout"]["group_size"])
+    assert all((row.values["actor/grad_norm"] or 0) > 0 for row in fleet.metrics(done))
 
 
 @pytest.mark.parametrize("fleet", ["transformers"], indirect=True)
