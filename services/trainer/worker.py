@@ -45,7 +45,7 @@ from services.trainer.step.gradients.client import GradientClient
 from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.gradients.store import release
 from services.trainer.step.inputs import Batch
-from services.trainer.step.kinds import Reader, step_kind
+from services.trainer.step.kinds import Reader, plan, reader_of
 from services.trainer.step.mfu import Mfu
 from services.trainer.step.requests import check_request, pairs_of
 from services.trainer.step.update import StepTrainer
@@ -171,17 +171,17 @@ class Worker:
                 return self._passed_over(job, request)
             pairs = pairs_of(request, job.spec)
             place = request.step, self.ranks.world_size
-            plan = step_kind(job.spec).plan(request.samples, sample_keys, pairs, job.spec, place)
+            passes = plan(request.samples, sample_keys, pairs, job.spec, place)
             with self.ranks.beats.phase(Phase.OUTSIDE):
-                job.reader.read(request, plan[0], self.ranks.rank)
-            batches = self._batches(job, plan[0])
+                job.reader.read(request, passes[0], self.ranks.rank)
+            batches = self._batches(job, passes[0])
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         rewards = self._gradients(job, request) if job.spec.trains_on_gradients else None
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps, rewards)
-        later = ((updates, self._batches(job, updates)) for updates in plan[1:])
+        later = ((updates, self._batches(job, updates)) for updates in passes[1:])
         try:
             with self._turn():
-                metrics = trainer.train(chain([(plan[0], batches)], later), timings)
+                metrics = trainer.train(chain([(passes[0], batches)], later), timings)
                 ratios = trainer.sample_ratios()
         except FlowfleetError as failure:  # before the first change
             job.reader.clear()
@@ -196,7 +196,7 @@ class Worker:
             )
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
-        self._recorded(job, request, metrics, sum(map(len, plan)), timings)
+        self._recorded(job, request, metrics, sum(map(len, passes)), timings)
         response = step_response(job.record, request.step, replayed=False)
         response.ratios.extend(ratios)
         return response
@@ -329,7 +329,7 @@ class Worker:
             if not name and engine.spec.trainer.resume is not None:
                 checkpoints.start_from(engine, Path(engine.spec.trainer.resume))
         log.info("configured at version %d", record.version, extra={"job": request.job_id})
-        reader = step_kind(engine.spec).reader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
+        reader = reader_of(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks, engine.adapter)
         return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
 

@@ -14,7 +14,7 @@ from flowfleet.process.service import STATE_DIR
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.redis.keys import check_job_id
 from services.trainer.step.batches import Key, Pair
-from services.trainer.step.kinds import step_kind
+from services.trainer.step.kinds import problem_of
 
 
 def check_directory(directory: str, job_id: str) -> None:
@@ -80,4 +80,4 @@ def _problem(item: TrainSample, request: TrainStepRequest, spec: JobSpec) -> str
         return "it carries no trajectory and prompt embeds: only samples for training do"
     if spec.teachers and item.teacher not in spec.teachers:
         return f"its teacher is {item.teacher[:64]!r}, the job's are {', '.join(spec.teachers)}"
-    return step_kind(spec).problem(sample, request.samples[0].sample, spec)
+    return problem_of(sample, request.samples[0].sample, spec)
