@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +13,8 @@ from flowfleet.algorithms.losses import Limits, RatioStats
 from flowfleet.process.telemetry import LOG_PROB_NOT_FINITE
 from services.trainer.optim.adamw import UpdateOutcome
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.step.inputs import Batch
-
-
-class Measured(Protocol):
-    """A batch whose log-probs the rollout stored."""
-
-    @property
-    def rows(self) -> tuple[int, ...]: ...
-    @property
-    def is_padding(self) -> bool: ...
-    @property
-    def rollout_log_probs(self) -> Tensor:
-        """(W, B)"""
+from services.trainer.step.inputs import Batch, StepsBatch
+from services.trainer.step.sequences import SequenceBatch
 
 
 class Totals:
@@ -46,7 +34,7 @@ class Totals:
         self._outcomes: list[UpdateOutcome] = []
         self._changes: list[tuple[list[int], Tensor]] = []
 
-    def add_gap(self, batch: Measured, k: int | slice, log_probs: Tensor) -> None:
+    def add_gap(self, batch: StepsBatch | SequenceBatch, k: int | slice, log_probs: Tensor) -> None:
         """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
         if batch.is_padding:
             return
