@@ -104,7 +104,7 @@ class Engine:
             if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing, is_compiled=spec.trainer.compile)
             if spec.trainer.compile:
-                adapted.put_sharing(expert.modules())
+                adapted.put(adapted.SharingLinear, expert.modules())
                 compile_blocks(expert)
         if spec.trainer.compile:
             ranks.beats.watch_compilations()
@@ -232,7 +232,7 @@ class Engine:
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
-        return self.kind.source(self.adapter, self.folder, component)
+        return self.kind.source(self.folder, component)
 
     def _open_teacher(self, name: str) -> WarmStart:
         teacher = self.spec.teachers[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +16,29 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.files import WeightFiles
 from flowfleet.models.loading import Layout, StoredNames
-from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
 from services.trainer.model.loading import CheckpointSource, Source, persistent
 
 
-class ModelKind(Protocol):
-    """A kind of model: a flow, or a model that writes text."""
+class ModelKind:
+    """A kind of model. Here a flow, whose folder is a pipeline of diffusers, or the family's own."""
 
-    layout: Layout
-    """Where the model's folders hold the weights."""
+    def __init__(self, layout: Layout) -> None:
+        """`layout`: where the model's folders hold the weights."""
+        self.layout = layout
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Returns a parameter as it is written to files: one or more named tensors."""
+        return [(name, tensor)]
 
     def loaded_by(self, adapter: Any) -> type:
         """Returns the library's class that loads the folder."""
+        pipeline_class: type = adapter.pipeline_class
+        return pipeline_class
 
     def check(self, spec: JobSpec, adapter: Any) -> int:
         """Returns how many elements a log-prob is a mean over. Raises ValueError for settings that do not fit the
         model."""
-
-    def source(self, adapter: Any, folder: Path, component: str) -> Source:
-        """The stored weights of a component."""
-
-    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Tensors in the files of the trained transformer that belong to other components."""
-
-
-class FlowModel:
-    """See `ModelKind`. The folder is a pipeline of diffusers, or the family's own."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        return [(name, tensor)]
-
-    def loaded_by(self, adapter: ModelAdapter) -> type:
-        pipeline_class: type = adapter.pipeline_class
-        return pipeline_class
-
-    def check(self, spec: JobSpec, adapter: ModelAdapter) -> int:
         adapter.limit_tokens(spec.model.max_sequence_length)
         num_elements = math.prod(adapter.latent_shape(spec.rollout.size))
         check_held_out(spec, adapter)
@@ -66,10 +47,12 @@ class FlowModel:
         check_noise(spec, adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift))
         return num_elements
 
-    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> Source:
+    def source(self, folder: Path, component: str) -> Source:
+        """The stored weights of a component."""
         return CheckpointSource(folder / self.layout.folder(component), self.layout)
 
     def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Tensors in the files of the trained transformer that belong to other components."""
         return iter(())
 
 
@@ -81,7 +64,7 @@ def check_held_out(spec: JobSpec, adapter: ModelAdapter) -> None:
         raise ValueError(f"schedule.validation_height and validation_width: {error}") from None
 
 
-class FlatFlowModel(FlowModel):
+class FlatFlowModel(ModelKind):
     """See `ModelKind`. The files hold all components under `StoredNames` (flowfleet/models/loading.py)."""
 
     def __init__(self, layout: Layout, names: StoredNames) -> None:
@@ -92,7 +75,7 @@ class FlatFlowModel(FlowModel):
         names = self._names.of(name, len(tensor))
         return [(names[0], tensor)] if len(names) == 1 else zip(names, tensor, strict=True)
 
-    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> Source:
+    def source(self, folder: Path, component: str) -> Source:
         return FlatSource(folder, self.layout, self._names)
 
     def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -119,20 +102,17 @@ class FlatSource:
         return None
 
 
-class SequenceModel:
+class SequenceModel(ModelKind):
     """See `ModelKind`. The folder is a model of transformers, or the family's own."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         return stored(name, tensor)
 
-    def loaded_by(self, adapter: SequenceAdapter) -> type:
+    def loaded_by(self, adapter: Any) -> type:
         model_class: type = adapter.model_class
         return model_class
 
-    def check(self, spec: JobSpec, adapter: SequenceAdapter) -> int:
+    def check(self, spec: JobSpec, adapter: Any) -> int:
         """Refuses to train an output layer that is tied to the embeddings, because it is a tensor of its own here."""
         if spec.trainer.mode == "full" and adapter.transformer.config.tie_word_embeddings:
             raise ValueError(
@@ -141,11 +121,8 @@ class SequenceModel:
             )
         return 1
 
-    def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> Source:
+    def source(self, folder: Path, component: str) -> Source:
         return TransformersSource(folder, self.layout)
-
-    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
 
 class TransformersSource(CheckpointSource):
@@ -198,4 +175,4 @@ def model_kind(spec: JobSpec, adapter: Any) -> ModelKind:
     if spec.writes_tokens:
         return SequenceModel(adapter.layout)
     names = getattr(adapter, "stored", None)
-    return FlatFlowModel(adapter.layout, names) if names else FlowModel(adapter.layout)
+    return FlatFlowModel(adapter.layout, names) if names else ModelKind(adapter.layout)
