@@ -92,26 +92,14 @@ def shared_down(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor] | None:
     return list(torch.split(F.linear(x, torch.cat(downs)), [len(down) for down in downs], dim=-1))
 
 
-def put_sharing(modules: Iterable[nn.Module]) -> None:
-    """Makes PEFT's linears among the modules compute as `SharingLinear`."""
+def put(kind: type[PeftLinear], modules: Iterable[nn.Module]) -> None:
+    """Makes PEFT's linears among the modules compute as a class of this module; `MergedLinear` with a copy of each
+    weight."""
     for module in modules:
         if type(module) is PeftLinear:
-            module.__class__ = SharingLinear
-
-
-def put_separate(modules: Iterable[nn.Module]) -> None:
-    """Makes PEFT's linears among the modules compute as `AdaptedLinear`."""
-    for module in modules:
-        if type(module) is PeftLinear:
-            module.__class__ = AdaptedLinear
-
-
-def put_merged(modules: Iterable[nn.Module]) -> None:
-    """Makes PEFT's linears among the modules compute as `MergedLinear`, with a copy of each weight."""
-    for module in modules:
-        if type(module) is PeftLinear:
-            keep_merged(module, module.base_layer)
-            module.__class__ = MergedLinear
+            if kind is MergedLinear:
+                keep_merged(module, module.base_layer)
+            module.__class__ = kind
 
 
 def merge(modules: Iterable[nn.Module]) -> None:

@@ -6,7 +6,6 @@ which round after each. Results hold both the values, for adapters and gradients
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowfleet.hardware import devices
-from flowfleet.quantization.rows import FP8, Rows, quantize_rows
+from flowfleet.quantization.rows import FP8, HAS_TRITON, Rows, operator, quantize_rows
 
 ALLOWED = True
 """False leaves models as they are, for comparisons."""
 
-HAS_TRITON = find_spec("triton") is not None
-operator: Any = torch.library.triton_op if HAS_TRITON else torch.library.custom_op
-"""Registers a function as an operator of torch, whose Triton kernels torch.compile sees where they are launched."""
 _INNER = 2 * (2 / torch.pi) ** 0.5
 _CUBE = 0.044715
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowfleet.hardware import devices
 from flowfleet.quantization import fused
+from flowfleet.quantization.rows import HAS_TRITON, operator
 
 
 def fits(width: int, device: torch.device) -> bool:
@@ -44,7 +45,7 @@ def joint_heads(
     return output
 
 
-@fused.operator("flowfleet::joint_heads", mutates_args=())  # type: ignore[untyped-decorator]
+@operator("flowfleet::joint_heads", mutates_args=())  # type: ignore[untyped-decorator]
 def _joint_heads(
     text: Tensor,
     image: Tensor,
@@ -120,7 +121,7 @@ def _stream_backward(
 
 _joint_heads.register_autograd(_backward, setup_context=_keep)
 
-if not fused.HAS_TRITON:
+if not HAS_TRITON:
 
     @_joint_heads.register_fake  # type: ignore[untyped-decorator]
     def _(

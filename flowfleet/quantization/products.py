@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flowfleet.quantization.rows import Rows, quantize_rows
 
-"""In what the backward multiplies."""
 FEWEST_ROWS: Final = 64
 """Fewer are padded to so many: cuBLAS refuses up to 40 where 12,288 numbers are summed and a bias is added."""
 

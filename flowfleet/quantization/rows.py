@@ -37,12 +37,12 @@ def formula(x: Tensor, factors: Tensor | None = None) -> Rows:
     return (precise * (FP8_MAX / largest)).clamp(-FP8_MAX, FP8_MAX).to(FP8), largest * (1 / FP8_MAX)
 
 
-_HAS_TRITON = find_spec("triton") is not None
-_operator: Any = torch.library.triton_op if _HAS_TRITON else torch.library.custom_op
-"""The first shows its kernel to torch.compile, which then launches it without a detour through Python."""
+HAS_TRITON = find_spec("triton") is not None
+operator: Any = torch.library.triton_op if HAS_TRITON else torch.library.custom_op
+"""Registers a function as an operator of torch, whose Triton kernels torch.compile sees where they are launched."""
 
 
-@_operator("flowfleet::quantize_rows", mutates_args=())  # type: ignore[untyped-decorator]
+@operator("flowfleet::quantize_rows", mutates_args=())  # type: ignore[untyped-decorator]
 def _quantize_rows(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     if devices.has_triton(x.device):
         from flowfleet.quantization import rows_triton
@@ -51,7 +51,7 @@ def _quantize_rows(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     return formula(x, factors)
 
 
-if not _HAS_TRITON:
+if not HAS_TRITON:
 
     @_quantize_rows.register_fake  # type: ignore[untyped-decorator]
     def _(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -59,9 +59,9 @@ def adapt(experts: Experts, *, compile: bool, merged: bool) -> None:
     """Prepares installed LoRA layers in place. Eager ones stay PEFT's, as the trainer's are, unless they are merged."""
     for expert in experts.values():
         if merged:
-            adapted.put_merged(expert.modules())
+            adapted.put(adapted.MergedLinear, expert.modules())
         elif compile:
-            adapted.put_separate(expert.modules())
+            adapted.put(adapted.AdaptedLinear, expert.modules())
     merge(experts)
 
 

@@ -15,7 +15,7 @@ from flowfleet.quantization.adapted import (
     MergedLinear,
     SharingLinear,
     add_adapters,
-    put_sharing,
+    put,
     shared_down,
 )
 from flowfleet.quantization.layers import project, replace_weights
@@ -110,7 +110,7 @@ def test_trained_linears_that_share_a_product_have_pefts_outputs_and_gradients(
 
     assert shared_down(x, linears) is None
     expected = outcome()
-    put_sharing(adapter.transformer.modules())
+    put(SharingLinear, adapter.transformer.modules())
     assert len(layers_of(adapter, SharingLinear)) == 12 * len(adapter.transformer.transformer_blocks)
     assert shared_down(x, linears) is not None
     for mine, theirs in zip(outcome(), expected, strict=True):
