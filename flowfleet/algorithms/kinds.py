@@ -49,6 +49,8 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {}
+OBJECTIVES = "services.trainer.step.objectives"
+"""The package of Flowfleet's own objectives."""
 
 
 def register_kind(kind: Kind) -> None:

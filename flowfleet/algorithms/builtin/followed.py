@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from flowfleet.algorithms.kinds import Kind, register_kind
+from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
-from flowfleet.algorithms.settings import (
-    DistillationSettings,
-    GradientSettings,
-    NoiseLevelSettings,
-    NumNoiseLevels,
-)
+from flowfleet.algorithms.settings import DistillationSettings, GradientSettings, NoiseLevelSettings, NumNoiseLevels
 
 _DISTILLATION = "flowfleet.algorithms.distillation"
 _GRADIENT = "flowfleet.algorithms.reward_gradient"
@@ -47,19 +42,13 @@ register_kind(
     Kind(
         "distillation",
         DistillationSettings,
-        "services.trainer.step.objectives.distillation:DistillationObjective",
+        f"{OBJECTIVES}.distillation:DistillationObjective",
         "steps",
         reads_rewards=False,
     )
 )
 register_kind(
-    Kind(
-        "gradient",
-        GradientSettings,
-        "services.trainer.step.objectives.gradient:GradientObjective",
-        "final",
-        follows_gradients=True,
-    )
+    Kind("gradient", GradientSettings, f"{OBJECTIVES}.gradient:GradientObjective", "final", follows_gradients=True)
 )
 
 for _loss in (

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from flowfleet.algorithms.kinds import Kind, register_kind
+from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import (
     AdvantageStd,
@@ -88,22 +88,11 @@ class CrdSettings(LikelihoodSettings, OldPolicySettings, MatchingSettings):
     old_policy: SlowOldPolicyPart = SlowOldPolicyPart()
 
 
-register_kind(
-    Kind(
-        "matching",
-        MatchingSettings,
-        "services.trainer.step.objectives.matching:MatchingObjective",
-        "final",
-    )
-)
+register_kind(Kind("matching", MatchingSettings, f"{OBJECTIVES}.matching:MatchingObjective", "final"))
 
 for _loss in (
     Loss(
-        "diffusion_nft",
-        f"{_MATCHING}:diffusion_nft",
-        "matching",
-        settings=DiffusionNftSettings,
-        keeps_old_policy=True,
+        "diffusion_nft", f"{_MATCHING}:diffusion_nft", "matching", settings=DiffusionNftSettings, keeps_old_policy=True
     ),
     Loss("awm", f"{_LIKELIHOOD}:awm", "matching", settings=AwmSettings, keeps_old_policy=True),
     Loss("elbo_pg", f"{_LIKELIHOOD}:elbo_pg", "matching", settings=ElboPgSettings, keeps_old_policy=True),

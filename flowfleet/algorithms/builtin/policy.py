@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from flowfleet.algorithms.kinds import Kind, register_kind
+from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, Step, register_algorithm, register_loss, register_step
-from flowfleet.algorithms.settings import (
-    AdvantageClamp,
-    ClipRange,
-    NatsSettings,
-    PolicySettings,
-    TrustRegionSettings,
-)
+from flowfleet.algorithms.settings import AdvantageClamp, ClipRange, NatsSettings, PolicySettings, TrustRegionSettings
 
 _SDE = "flowfleet.algorithms.sde"
 _LOSSES = "flowfleet.algorithms.losses"
@@ -41,15 +35,7 @@ for _step in (
 ):
     register_step(_step)
 
-register_kind(
-    Kind(
-        "policy",
-        PolicySettings,
-        "services.trainer.step.objectives.policy:PolicyObjective",
-        "steps",
-        has_ratio=True,
-    )
-)
+register_kind(Kind("policy", PolicySettings, f"{OBJECTIVES}.policy:PolicyObjective", "steps", has_ratio=True))
 
 for _loss in (
     Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", settings=FlowGrpoSettings, defaults=_TWO_UPDATES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flowfleet.algorithms.kinds import Kind, register_kind
+from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import (
     AdvantageClamp,
@@ -49,15 +49,7 @@ class GrpoSettings(AggregationSettings, ClipSettings, SequenceSettings):
     advantage_clamp: AdvantageClamp = None
 
 
-register_kind(
-    Kind(
-        "sequence",
-        SequenceSettings,
-        "services.trainer.step.objectives.sequence:SequenceObjective",
-        "tokens",
-        has_ratio=True,
-    )
-)
+register_kind(Kind("sequence", SequenceSettings, f"{OBJECTIVES}.sequence:SequenceObjective", "tokens", has_ratio=True))
 
 for _loss in (
     Loss("gspo", f"{_SEQUENCES}:gspo", "sequence", settings=GspoSettings, defaults=_TWO_UPDATES, by_sequence=True),
