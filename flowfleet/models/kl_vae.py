@@ -7,9 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from flowfleet.models.base import to_pixels, to_uint8
+from flowfleet.models.base import ModelAdapter, Schedule, to_pixels, to_uint8
+from flowfleet.models.packing import PATCH, token_grid
+from flowfleet.models.schedules import even_levels, flow_match_schedule
+from flowfleet.models.settings import Size
 
 CHUNK_PIXELS = 1024 * 1024
 """Pixels decoded or encoded at once: bounds the memory of activations."""
@@ -48,6 +53,42 @@ class PictureVae:
         pixels = to_pixels(frames)[:, :, 0].to(self._vae.device, self._vae.dtype)
         latents: Tensor = self._vae.encode(pixels).latent_dist.mode().float()
         return ((latents - self._shift) * self._scaling).cpu()
+
+
+class PictureAdapter(ModelAdapter):
+    """Base of families that draw pictures with such a VAE, from its latents as they are or packed."""
+
+    vae_class = AutoencoderKL
+
+    def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(pipeline, vae_config, dtype=dtype, device=device)
+        self._vae = PictureVae(vae_config, self.vae)
+
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
+        rows, columns = self._token_grid(size)
+        config = self.pipeline.scheduler.config
+        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=self._levels)
+
+    def _levels(self, num_steps: int) -> ArrayLike | None:
+        """See `Levels`."""
+        return even_levels(num_steps)
+
+    def _planes(self, latents: Tensor, size: Size) -> Tensor:
+        """(B, Z, H/scale, W/scale) of final latents."""
+        return latents
+
+    def _decode(self, latents: Tensor, size: Size) -> Tensor:
+        return self._vae.decode(self._planes(latents, size))
+
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._vae.pixels(self._planes(latents, size))
+
+    def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
+        return self._vae.encode(frames)
+
+    def _token_grid(self, size: Size) -> tuple[int, int]:
+        """Rows and columns of image tokens."""
+        return token_grid(size, multiple=self._vae.scale * PATCH)
 
 
 def _in_chunks(convert: Callable[[Tensor], Tensor], batch: Tensor, pixels: int) -> Tensor:

@@ -11,27 +11,25 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import FluxPipeline
 from PIL import Image
 from torch import Tensor
 
-from flowfleet.models.base import ModelAdapter, Schedule, seeded_noise, without_images
+from flowfleet.models.base import seeded_noise, without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.kl_vae import PictureVae
+from flowfleet.models.kl_vae import PictureAdapter
 from flowfleet.models.loading import Parts
-from flowfleet.models.packing import PATCH, pack, token_grid, unpack
-from flowfleet.models.schedules import flow_match_schedule
+from flowfleet.models.packing import PATCH, pack, unpack
 from flowfleet.models.settings import Guidance, Size
 
 EMBEDDED_GUIDANCE = 3.5
 """The pipeline's default of `guidance_scale`."""
 
 
-class FluxAdapter(ModelAdapter):
+class FluxAdapter(PictureAdapter):
     """See `ModelAdapter`."""
 
     pipeline_class: ClassVar[Any] = FluxPipeline
-    vae_class = AutoencoderKL
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -46,10 +44,6 @@ class FluxAdapter(ModelAdapter):
     max_sequence_length: int = 512
     """Tokens of T5."""
 
-    def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(pipeline, vae_config, dtype=dtype, device=device)
-        self._vae = PictureVae(vae_config, self.vae)
-
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
         embeds, pooled, _ = self.pipeline.encode_prompt(
@@ -62,11 +56,6 @@ class FluxAdapter(ModelAdapter):
         blank = super().blank_prompts(count, self.max_sequence_length)
         width = self.transformer.config.get("pooled_projection_dim")  # relatives of FLUX.1 have none
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)} if width else {})
-
-    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
-        rows, columns = self._token_grid(size)
-        config = self.pipeline.scheduler.config
-        return flow_match_schedule(config, num_steps, rows * columns, shift=shift)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)
@@ -100,18 +89,11 @@ class FluxAdapter(ModelAdapter):
             raise ValueError("this checkpoint takes no embedded guidance: leave rollout.embedded_guidance out")
         return None
 
-    def _decode(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.decode(unpack(latents, *self._token_grid(size)))
-
-    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.pixels(unpack(latents, *self._token_grid(size)))
+    def _planes(self, latents: Tensor, size: Size) -> Tensor:
+        return unpack(latents, *self._token_grid(size))
 
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         return pack(self._vae.encode(frames))
-
-    def _token_grid(self, size: Size) -> tuple[int, int]:
-        """Rows and columns of image tokens."""
-        return token_grid(size, multiple=self._vae.scale * PATCH)
 
 
 def position_ids(rows: int, columns: int) -> Tensor:

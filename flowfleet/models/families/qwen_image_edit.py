@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.families.qwen_image import QwenImageAdapter
-from flowfleet.models.loading import ALL_COMPONENTS, USUAL_PARTS, Component, LoadFormat, Parts
+from flowfleet.models.loading import USUAL_PARTS, Parts
 from flowfleet.models.packing import PATCH
 from flowfleet.models.picture_prompts import PictureProcessor, tell_pictures_from_text
 from flowfleet.models.settings import Guidance, Size
@@ -43,16 +43,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
     """Area of the images as latents; what Qwen2.5-VL sees is scaled alike. None is the pipeline's: 1024² and 384²."""
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        components: tuple[Component, ...] = ALL_COMPONENTS,
-        load_format: LoadFormat = "safetensors",
-    ) -> Self:
-        adapter = super().load(path, dtype=dtype, device=device, components=components, load_format=load_format)
+    def load(cls, path: str | Path, **options: Any) -> Self:
+        adapter = super().load(path, **options)
         if adapter.text_encoder is not None:
             adapter.pipeline.processor = PictureProcessor.load(path, adapter.pipeline.tokenizer)
             tell_pictures_from_text(adapter.text_encoder)

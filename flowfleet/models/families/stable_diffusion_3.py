@@ -9,26 +9,25 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
 
-from flowfleet.models.base import ModelAdapter, Schedule, without_images
+from flowfleet.models.base import without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.kl_vae import PictureVae
+from flowfleet.models.kl_vae import PictureAdapter
 from flowfleet.models.loading import Parts
 from flowfleet.models.packing import token_grid
-from flowfleet.models.schedules import flow_match_schedule, scheduler_levels
+from flowfleet.models.schedules import scheduler_levels
 from flowfleet.models.settings import Guidance, Size
 
 NUM_CLIP_TOKENS = 77
 
 
-class StableDiffusion3Adapter(ModelAdapter):
+class StableDiffusion3Adapter(PictureAdapter):
     """See `ModelAdapter`."""
 
     pipeline_class = StableDiffusion3Pipeline
-    vae_class = AutoencoderKL
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -44,10 +43,6 @@ class StableDiffusion3Adapter(ModelAdapter):
 
     max_sequence_length: int = 256
     """Tokens of T5."""
-
-    def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(pipeline, vae_config, dtype=dtype, device=device)
-        self._vae = PictureVae(vae_config, self.vae)
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
@@ -67,10 +62,8 @@ class StableDiffusion3Adapter(ModelAdapter):
         width = self.transformer.config.pooled_projection_dim
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
 
-    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
-        rows, columns = self._token_grid(size)
-        config = self.pipeline.scheduler.config
-        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=scheduler_levels)
+    def _levels(self, num_steps: int) -> None:
+        return scheduler_levels(num_steps)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)
@@ -88,15 +81,6 @@ class StableDiffusion3Adapter(ModelAdapter):
             return_dict=False,
         )[0]
         return output.float()
-
-    def _decode(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.decode(latents)
-
-    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.pixels(latents)
-
-    def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
-        return self._vae.encode(frames)
 
     def _token_grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of image tokens, no more than the transformer has positions for."""

@@ -12,34 +12,28 @@ for s = g + 1: the pipeline's default of g = 5 is s = 6 here, and Turbo's g = 0 
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, ZImagePipeline
+from diffusers import ZImagePipeline
 from numpy.typing import ArrayLike
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowfleet.models.base import ModelAdapter, Schedule, without_images
+from flowfleet.models.base import without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.kl_vae import PictureVae
-from flowfleet.models.packing import PATCH, token_grid
-from flowfleet.models.schedules import flow_match_schedule
+from flowfleet.models.kl_vae import PictureAdapter
+from flowfleet.models.packing import PATCH
 from flowfleet.models.settings import Guidance, Size
 
 
-class ZImageAdapter(ModelAdapter):
+class ZImageAdapter(PictureAdapter):
     """See `ModelAdapter`."""
 
     pipeline_class = ZImagePipeline
-    vae_class = AutoencoderKL
     text_width = "cap_feat_dim"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
     max_sequence_length: int = 512
     """Tokens of Qwen3; shorter prompts keep their own length."""
-
-    def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(pipeline, vae_config, dtype=dtype, device=device)
-        self._vae = PictureVae(vae_config, self.vae)
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
@@ -53,10 +47,9 @@ class ZImageAdapter(ModelAdapter):
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
         return PromptEmbeds(pad_sequence(captions, batch_first=True), mask.to(self.device))
 
-    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
-        rows, columns = self._token_grid(size)
-        config = self.pipeline.scheduler.config
-        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=_even_levels)
+    def _levels(self, num_steps: int) -> ArrayLike:
+        """linspace(1, 1/N, N) in float32, as this pipeline makes it: other last bits than in float64."""
+        return torch.linspace(1.0, 1 / num_steps, num_steps).numpy()
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)
@@ -73,19 +66,6 @@ class ZImageAdapter(ModelAdapter):
         )[0]
         return -torch.stack(outputs).squeeze(2).float()
 
-    def _decode(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.decode(latents)
-
-    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
-        return self._vae.pixels(latents)
-
-    def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
-        return self._vae.encode(frames)
-
-    def _token_grid(self, size: Size) -> tuple[int, int]:
-        """Rows and columns of image tokens."""
-        return token_grid(size, multiple=self._vae.scale * PATCH)
-
 
 def _captions(prompts: PromptEmbeds) -> list[Tensor]:
     """(L_i, D) of each prompt, without its padding. Asks the device for the lengths if there is any."""
@@ -93,8 +73,3 @@ def _captions(prompts: PromptEmbeds) -> list[Tensor]:
     if not prompts.has_padding:
         return rows
     return [row[:length] for row, length in zip(rows, prompts.mask.sum(1).tolist(), strict=True)]
-
-
-def _even_levels(num_steps: int) -> ArrayLike:
-    """linspace(1, 1/N, N) in float32, as this pipeline makes it: other last bits than in float64."""
-    return torch.linspace(1.0, 1 / num_steps, num_steps).numpy()

@@ -40,7 +40,7 @@ class ModelKind:
         """Returns how many elements a log-prob is a mean over. Raises ValueError for settings that do not fit the
         model."""
         adapter.limit_tokens(spec.model.max_sequence_length)
-        num_elements = math.prod(adapter.latent_shape(spec.rollout.size))
+        num_elements: int = math.prod(adapter.latent_shape(spec.rollout.size))
         check_held_out(spec, adapter)
         limits(spec.algorithm, num_elements)
         rollout = spec.rollout

@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2Tokenizer
 
-from flowfleet.models.base import ModelAdapter, Schedule, without_images
+from flowfleet.models.base import Schedule, without_images
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.families.bagel.checkpoint import LAYOUT, load_transformer, load_vae, read_config, vae_config
 from flowfleet.models.families.bagel.tokens import SpecialTokens
-from flowfleet.models.kl_vae import PictureVae
+from flowfleet.models.kl_vae import PictureAdapter
 from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat
 from flowfleet.models.packing import token_grid
 from flowfleet.models.schedules import shifted_schedule
@@ -39,11 +39,10 @@ class BagelPipeline:
     vae: AutoencoderKL | None = None
 
 
-class BagelPainter(ModelAdapter):
+class BagelPainter(PictureAdapter):
     """See the module. A prompt of white space alone has no tokens: the branch without text of guidance."""
 
     pipeline_class: ClassVar[Any] = BagelPipeline
-    vae_class: ClassVar[Any] = AutoencoderKL
     layout = LAYOUT
     parts = {"transformer": ("transformer",), "text_encoder": ("tokenizer",), "vae": ("vae",)}  # noqa: RUF012
     lora_targets = (
@@ -56,7 +55,6 @@ class BagelPainter(ModelAdapter):
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
         self._config = read_config(vae_config["path"])
         self._tokens = SpecialTokens.of(vae_config["path"])
-        self._codec = PictureVae(vae_config, self.vae)
         self._schedules: dict[tuple[int, float], Schedule] = {}
 
     @classmethod
@@ -136,28 +134,22 @@ class BagelPainter(ModelAdapter):
     def _guide(self, positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
         return guide(positive, negative, guidance)
 
-    def _decode(self, latents: Tensor, size: Size) -> Tensor:
-        return self._codec.decode(self._unpack(latents, size))
-
-    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
-        return self._codec.pixels(self._unpack(latents, size))
-
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
-        planes = self._codec.encode(frames)
+        planes = self._vae.encode(frames)
         patch = self._config.latent_patch
         count, channels, rows, columns = planes.shape
         parts = planes.reshape(count, channels, rows // patch, patch, columns // patch, patch)
         return parts.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2).contiguous()
 
-    def _unpack(self, tokens: Tensor, size: Size) -> Tensor:
+    def _planes(self, latents: Tensor, size: Size) -> Tensor:
         """(B, T, 4Z) to planes (B, Z, H/8, W/8)."""
         rows, columns = self._token_grid(size)
         patch = self._config.latent_patch
-        parts = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
+        parts = latents.reshape(len(latents), rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
         return parts.flatten(4).flatten(2, 3)
 
     def _token_grid(self, size: Size) -> tuple[int, int]:
-        multiple = self._codec.scale * self._config.latent_patch
+        multiple = self._vae.scale * self._config.latent_patch
         rows, columns = token_grid(size, multiple=multiple)
         if max(rows, columns) > self._config.latent_side:
             raise ValueError(

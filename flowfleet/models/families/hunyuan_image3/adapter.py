@@ -158,19 +158,11 @@ class HunyuanImage3Adapter(ModelAdapter):
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         return self._channels, *token_grid(size, multiple=self._multiple)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        prompts: PromptEmbeds,
-        *,
-        size: Size,
-        guidance: Guidance = NO_GUIDANCE,
-        negative: PromptEmbeds | None = None,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timestep: Tensor, prompts: PromptEmbeds, **options: Any) -> Tensor:
+        guidance, negative = options.get("guidance", NO_GUIDANCE), options.get("negative")
         if guidance.is_on and negative is not None:
-            negative = unconditional(prompts.rows(len(latents)), negative.rows(len(latents)))
-        return super().velocity(latents, timestep, prompts, size=size, guidance=guidance, negative=negative)
+            options["negative"] = unconditional(prompts.rows(len(latents)), negative.rows(len(latents)))
+        return super().velocity(latents, timestep, prompts, **options)
 
     def _predict(
         self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
