@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
+from flowfleet.part import Part
 from flowfleet.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -29,61 +31,50 @@ AtEnd = Literal["start_over", "stay"]
 """What `progressive` does at `high`: it goes back to `low`, or stays at the last whole window."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class WindowPart(Part):
+    """Denoising steps at which noise enters and which are trained. The same for all groups of a training step."""
+
+    strategy: WindowStrategy = "random"
+    """fixed: starts at `low`. random: start drawn every training step. progressive: moves up, then starts over. all:
+    from `low` to `high`, whatever `size` is. listed: those of `steps`. fraction: noise from `low` to `high`, of which a
+    share drawn every training step is trained."""
+    size: int = Field(default=2, ge=1, le=1000)
+    """Number of steps with noise."""
+    low: int = Field(default=0, ge=0)
+    """First step that may carry noise."""
+    high: int | None = Field(default=None, ge=1)
+    """End (exclusive) of the steps that may carry noise. Unset: half of the steps (at least `size`) for random, all but
+    two for progressive, all but the last for the others."""
+    stride: int = Field(default=1, ge=1)
+    """Steps by which `progressive` moves the window."""
+    shift_every: int = Field(default=1, ge=1)
+    """Training steps after which `progressive` moves it; the first such number for a `pace` that is not constant."""
+    pace: Pace = "constant"
+    """How the number of training steps at one start changes. decay: falls linearly to `pace_min` at `high`. exp_decay:
+    falls by the factor exp(-`pace_rate`) for each step beyond `pace_from`, rounded up."""
+    pace_min: int | None = Field(default=None, ge=1)
+    """Least number of training steps of `decay`; unset: a quarter of `shift_every`."""
+    pace_from: int = Field(default=13, ge=0)
+    """Start up to which `exp_decay` stays at `shift_every`."""
+    pace_rate: float = Field(default=0.1, ge=0.0)
+    """Rate of `exp_decay`."""
+    at_end: AtEnd = "start_over"
+    """What `progressive` does at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
+    stay: it keeps the last whole window."""
+    steps: tuple[int, ...] = ()
+    """The noisy steps of `listed`, ascending from 0."""
+    fraction: float = Field(default=0.6, gt=0.0, le=1.0)
+    """Share of the noisy steps that `fraction` trains, rounded down."""
+    allow_coarse: bool = False
+    """Take steps whose noise is more than 4 times the noise level that they end at. The samples keep that noise."""
+
+
+class Window(WindowPart):
     """The noisy steps of a job. `random` and `progressive` are MixGRPO's, https://arxiv.org/abs/2507.21802, `fraction`
-    is DanceGRPO's, https://arxiv.org/abs/2505.07818.
+    is DanceGRPO's, https://arxiv.org/abs/2505.07818. The job's rules refuse what does not fit into its schedule."""
 
-    Raises ValueError for a range or steps outside the schedule, or a window that does not fit into its range.
-    """
-
-    strategy: WindowStrategy
     num_steps: int
     """Steps of the sampling schedule."""
-    size: int = 2
-    """Steps in the window, for `fixed`, `random` and `progressive`."""
-    low: int = 0
-    """First step that may carry noise."""
-    high: int | None = None
-    """End (exclusive) of the steps that may; None: `default_end`."""
-    stride: int = 1
-    """Steps by which `progressive` moves."""
-    shift_every: int = 1
-    """Training steps that `progressive` stays at a start: always (constant), at the first one (decay), or up to
-    `pace_from` (exp_decay)."""
-    pace: Pace = "constant"
-    pace_min: int | None = None
-    """Training steps that `decay` goes down to; None: a quarter of `shift_every`, at least 1."""
-    pace_from: int = 13
-    """Start after which `exp_decay` gets shorter."""
-    pace_rate: float = 0.1
-    """Rate of `exp_decay` for each step of the schedule."""
-    at_end: AtEnd = "start_over"
-    steps: tuple[int, ...] = ()
-    """The steps of `listed`, ascending."""
-    fraction: float = 0.6
-    """Share of the noisy steps that `fraction` trains."""
-
-    def __post_init__(self) -> None:
-        if self.strategy not in get_args(WindowStrategy):
-            known = ", ".join(get_args(WindowStrategy))
-            raise ValueError(f"unknown window strategy {self.strategy!r}: choose one of {known}")
-        if self.strategy == "listed":
-            self._check_listed()
-            return
-        if not 0 <= self.low < self.end <= self.num_steps:
-            raise ValueError(
-                f"a window range needs 0 <= low < high <= {self.num_steps} (steps), but low is {self.low} and high "
-                f"{self.end}"
-            )
-        room = self.end - self.low
-        if self.strategy in ("fixed", "random", "progressive") and not 1 <= self.size <= room:
-            raise ValueError(
-                f"a window of {self.size} steps does not fit the range [{self.low}, {self.end}): size must be 1 to "
-                f"{room}"
-            )
-        if self.stride < 1 or self.shift_every < 1:
-            raise ValueError(f"stride and shift_every must be at least 1, but are {self.stride} and {self.shift_every}")
 
     @property
     def end(self) -> int:
@@ -130,13 +121,6 @@ class Window:
             return self.noisy(0, 0)
         starts = self._starts()
         return tuple(sorted({index for start in starts for index in range(start, min(start + self.size, self.end))}))
-
-    def _check_listed(self) -> None:
-        ascending = all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False))
-        if not self.steps or not ascending or self.steps[0] < 0 or self.end > self.num_steps:
-            raise ValueError(
-                f"listed steps must be ascending, each once, from 0 to {self.num_steps - 1}, but are {list(self.steps)}"
-            )
 
     def _start(self, seed: int, step: int) -> int:
         if self.strategy == "random":

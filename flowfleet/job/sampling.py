@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from flowfleet.algorithms.registry import STEPS
 from flowfleet.algorithms.samplers import SamplerName
-from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy, late_start
+from flowfleet.algorithms.windows import Window, WindowPart, late_start
 from flowfleet.job.part import Part, choice
 from flowfleet.job.sequence import SequencePart
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
@@ -29,44 +29,6 @@ class NoisePart(Part):
     @classmethod
     def _known_type(cls, name: str) -> str:
         return choice(name, STEPS)
-
-
-class WindowPart(Part):
-    """Denoising steps at which noise enters and which are trained. The same for all groups of a training step."""
-
-    strategy: WindowStrategy = "random"
-    """fixed: starts at `low`. random: start drawn every training step. progressive: moves up, then starts over. all:
-    from `low` to `high`, whatever `size` is. listed: those of `steps`. fraction: noise from `low` to `high`, of which a
-    share drawn every training step is trained."""
-    size: int = Field(default=2, ge=1, le=1000)
-    """Number of steps with noise."""
-    low: int = Field(default=0, ge=0)
-    """First step that may carry noise."""
-    high: int | None = Field(default=None, ge=1)
-    """End (exclusive) of the steps that may carry noise. Unset: half of the steps (at least `size`) for random, all but
-    two for progressive, all but the last for the others."""
-    stride: int = Field(default=1, ge=1)
-    """Steps by which `progressive` moves the window."""
-    shift_every: int = Field(default=1, ge=1)
-    """Training steps after which `progressive` moves it; the first such number for a `pace` that is not constant."""
-    pace: Pace = "constant"
-    """How the number of training steps at one start changes. decay: falls linearly to `pace_min` at `high`. exp_decay:
-    falls by the factor exp(-`pace_rate`) for each step beyond `pace_from`, rounded up."""
-    pace_min: int | None = Field(default=None, ge=1)
-    """Least number of training steps of `decay`; unset: a quarter of `shift_every`."""
-    pace_from: int = Field(default=13, ge=0)
-    """Start up to which `exp_decay` stays at `shift_every`."""
-    pace_rate: float = Field(default=0.1, ge=0.0)
-    """Rate of `exp_decay`."""
-    at_end: AtEnd = "start_over"
-    """What `progressive` does at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
-    stay: it keeps the last whole window."""
-    steps: tuple[int, ...] = ()
-    """The noisy steps of `listed`, ascending from 0."""
-    fraction: float = Field(default=0.6, gt=0.0, le=1.0)
-    """Share of the noisy steps that `fraction` trains, rounded down."""
-    allow_coarse: bool = False
-    """Take steps whose noise is more than 4 times the noise level that they end at. The samples keep that noise."""
 
 
 class PreviewPart(Part):
@@ -142,7 +104,7 @@ class RolloutPart(Part):
     @property
     def noise_window(self) -> Window:
         """Which denoising steps carry noise, training step by training step."""
-        return Window(num_steps=self.num_inference_steps, **self.window.model_dump(exclude={"allow_coarse"}))
+        return Window(num_steps=self.num_inference_steps, **self.window.model_dump())
 
     @property
     def made_of_group(self) -> int:
@@ -157,7 +119,7 @@ class RolloutPart(Part):
         low = late_start(number) if not part.low and part.high is None else part.low
         return Window(
             num_steps=number,
-            **part.model_dump(exclude={"allow_coarse", "low", "high"}),
+            **part.model_dump(exclude={"low", "high"}),
             low=low,
             high=part.high or number,
         )

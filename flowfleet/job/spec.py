@@ -29,7 +29,7 @@ from flowfleet.algorithms.settings import (
     TeacherPart,
     TeacherSettings,
 )
-from flowfleet.algorithms.windows import Window
+from flowfleet.algorithms.windows import Window, WindowPart
 from flowfleet.job import reference
 from flowfleet.job.algorithm import AlgorithmTable, filled, loss_of
 from flowfleet.job.data import DataPart
@@ -38,7 +38,7 @@ from flowfleet.job.part import Part
 from flowfleet.job.removed import replacement
 from flowfleet.job.rewards import REWARD_NAME, GatePart, RewardPart
 from flowfleet.job.rules import rules as combinations
-from flowfleet.job.sampling import NoisePart, PreviewPart, RolloutPart, WindowPart
+from flowfleet.job.sampling import NoisePart, PreviewPart, RolloutPart
 from flowfleet.job.schedule import SchedulePart, TimeoutPart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.job.training import EmaPart, LoraPart, OptimizerPart, TrainerPart

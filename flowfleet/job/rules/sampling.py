@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import STEPS
-from flowfleet.algorithms.windows import default_end
 from flowfleet.job.rules.losses import names
 from flowfleet.job.rules.unheard import unheard
 
@@ -26,7 +25,7 @@ def window(job: JobSpec) -> Iterator[str]:
     if window.strategy == "listed":
         yield from _listed(job)
         return
-    high = window_end(job)
+    high = job.window.end
     if high > rollout.num_inference_steps:
         yield f"rollout.window.high = {high} lies beyond rollout.num_inference_steps = {rollout.num_inference_steps}"
     elif window.low >= high:
@@ -87,12 +86,12 @@ def noise(job: JobSpec) -> Iterator[str]:
     noise, step, last = job.rollout.noise, job.step, job.rollout.num_inference_steps - 1
     if step.max_eta is not None and noise.eta > step.max_eta:
         yield f"rollout.noise.eta = {noise.eta}: {step.name} takes at most {step.max_eta:g}: lower it"
-    if not step.noise_at_end and noise.eta > 0 and window_end(job) > last:
+    if not step.noise_at_end and noise.eta > 0 and job.window.end > last:
         ends = f"the last step ends at sigma 0, where {step.name} adds no noise and teaches nothing"
         if job.rollout.window.strategy == "listed":
             yield f"rollout.window.steps: {ends}; leave out step {last}"
         else:
-            yield f"rollout.window.high = {window_end(job)}: {ends}; set rollout.window.high to at most {last}"
+            yield f"rollout.window.high = {job.window.end}: {ends}; set rollout.window.high to at most {last}"
     if noise.eta == 0 and job.loss.traits.has_step_ratio:
         yield (
             f"rollout.noise.eta = 0 samples an ODE, which has no log-prob: give the loss {job.loss.name} an eta > 0, "
@@ -139,7 +138,7 @@ def _steps_left(job: JobSpec) -> int:
     """Steps after the earliest window."""
     window, num_steps = job.rollout.window, job.rollout.num_inference_steps
     is_sized = window.strategy in _SIZED
-    return num_steps - (window.low + window.size if is_sized else window_end(job))
+    return num_steps - (window.low + window.size if is_sized else job.window.end)
 
 
 def guidance(job: JobSpec) -> Iterator[str]:
@@ -148,16 +147,3 @@ def guidance(job: JobSpec) -> Iterator[str]:
         names = ("guidance_interval", "image_guidance_scale", "guidance_renorm")
         settings = tuple(f"rollout.{name}" for name in names)
         yield from unheard(job, settings, "with rollout.guidance_scale = 1: raise that, or leave it out")
-
-
-def window_end(job: JobSpec) -> int:
-    """End (exclusive) of the steps that may carry noise."""
-    window = job.rollout.window
-    if window.strategy == "listed":
-        return max(window.steps, default=-1) + 1
-    if job.loss.from_steps:
-        return window.high or job.rollout.num_inference_steps
-    if window.high is not None:
-        return window.high
-    number = job.rollout.num_inference_steps
-    return default_end(window.strategy, num_steps=number, size=window.size, low=window.low)
