@@ -6,8 +6,10 @@ below, never a kind by its name. Free of torch, for the controller.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flowfleet.algorithms.settings import LossSettings
 
@@ -32,6 +34,10 @@ class Kind:
     follows_gradients: bool = False
     """They follow the gradient of a reward: the trainer asks for it."""
 
+    def load(self) -> Callable[..., Any]:
+        """Imports the objective; needs torch."""
+        return imported(self.objective)
+
     @property
     def writes_tokens(self) -> bool:
         """Whether they train models that write text; if not, flows."""
@@ -46,6 +52,13 @@ class Kind:
     def takes_any_sampler(self) -> bool:
         """Whether samples of any sampler, and their rewards alone, are enough."""
         return self.samples == "final" and not self.follows_gradients
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """What "module:function" names."""
+    module, name = path.split(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 KINDS: dict[str, Kind] = {}

@@ -9,7 +9,6 @@ each.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from flowfleet.algorithms import settings
-from flowfleet.algorithms.kinds import KINDS, Kind
+from flowfleet.algorithms.kinds import KINDS, Kind, imported
 from flowfleet.algorithms.settings import LossSettings
 
 
@@ -39,7 +38,7 @@ class Step:
 
     def load(self) -> Callable[..., Any]:
         """Imports the formula; needs torch."""
-        return _imported(self.formula)
+        return imported(self.formula)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Loss:
 
     def load(self) -> Callable[..., Any]:
         """Imports the function; needs torch."""
-        return _imported(self.function)
+        return imported(self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +183,3 @@ def _field(name: str, base: type[LossSettings], given: Mapping[str, Any], at_mos
     info.default = given.get(name, found.default)
     kind: Any = found.annotation
     return (Annotated[kind, Field(le=at_most[name])] if name in at_most else kind, info)
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    """What "module:function" names."""
-    module, name = path.split(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function

@@ -17,8 +17,7 @@ from services.trainer.step.batches import Update
 from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.inputs import Batch
 from services.trainer.step.learning_rate import learning_rate
-from services.trainer.step.objectives.base import StepInputs
-from services.trainer.step.objectives.registry import objective_of
+from services.trainer.step.objectives.base import Objective, StepInputs
 from services.trainer.step.totals import Totals
 
 Pass = tuple[Sequence[Update], Sequence[Sequence[Batch]]]
@@ -42,7 +41,8 @@ class StepTrainer:
         self._step = step
         self._totals = Totals(engine.ranks, len(sde_steps), num_samples)
         self._num_updates = 0
-        self._objective = objective_of(StepInputs(engine, step, sde_steps, self._totals, rewards))
+        inputs = StepInputs(engine, step, sde_steps, self._totals, rewards)
+        self._objective: Objective = engine.spec.loss.traits.load()(inputs)
 
     @property
     def num_rounds(self) -> int:
