@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain, compress
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.algorithms.settings import RatioSettings
+from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
+from services.trainer.model.policies import needs_reference
 from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.inputs import Batch, FlowBatch, StepsBatch
 from services.trainer.step.totals import Totals
@@ -52,6 +58,46 @@ class Objective(Protocol):
 
     def forwards(self, update: int) -> Sequence[Forward]:
         """The forwards of an update of this pass, in order. They go through the same experts on every rank."""
+
+
+class RatioObjective(ABC):
+    """Objectives of losses with a ratio to the old policy. A rank's samples are the same in every pass, so everything
+    that other policies say of them is known after the first."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._engine, self._totals, self._spec = inputs.engine, inputs.totals, inputs.engine.spec
+        self._part, self._loss = self._spec.algorithm.of(RatioSettings), self._spec.loss.load()
+        self._batches: list[list[Any]] = []
+        self._num_passes = 0
+
+    def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
+        """See `Objective`: what the reference says, and old log-probs where an update's first forward does not give
+        them: it is the old policy's only until the optimizer has moved the weights."""
+        self._batches = [list(part) for part in batches]
+        self._num_passes += 1
+        if self._num_passes > 1:
+            return
+        if needs_reference(self._spec):
+            with timings("ref"), torch.no_grad(), self._engine.policy("reference"):
+                self._add_references([batch for part in self._batches for batch in part])
+                devices.synchronize(self._engine.ranks.device)
+        is_late = [
+            self._spec.recomputes_all or (self._part.old_log_probs == "first_forward" and update > 0)
+            for update in range(len(batches))
+        ]
+        if late := list(chain.from_iterable(compress(self._batches, is_late))):
+            with timings("old_log_prob"), torch.no_grad():
+                self._add_old(late)
+                self._engine.reshard()
+                devices.synchronize(self._engine.ranks.device)
+
+    @abstractmethod
+    def _add_references(self, batches: Sequence[Any]) -> None:
+        """Keeps what the active policy, the reference, says of micro-batches."""
+
+    @abstractmethod
+    def _add_old(self, batches: Sequence[Any]) -> None:
+        """Keeps what the active policy, the old one, says of micro-batches."""
 
 
 def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch) -> Tensor:

@@ -17,13 +17,9 @@ from torch import Tensor
 from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
 from flowfleet.algorithms.sde import StepResult
-from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.algorithms.step_weights import step_weights
-from flowfleet.hardware import devices
-from flowfleet.process.telemetry import Timings
-from services.trainer.model.policies import needs_reference
 from services.trainer.step.inputs import Batch, StepsBatch
-from services.trainer.step.objectives.base import Forward, StepInputs, stored_step
+from services.trainer.step.objectives.base import Forward, RatioObjective, StepInputs, stored_step
 
 _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
 
@@ -44,43 +40,22 @@ class _Known:
         return torch.stack([rows[row][k] for row in batch.rows]) if batch.rows[0] in rows else None
 
 
-class PolicyObjective:
+class PolicyObjective(RatioObjective):
     """See `Objective`. A round is a noisy step."""
 
     def __init__(self, inputs: StepInputs) -> None:
+        super().__init__(inputs)
         engine, spec = inputs.engine, inputs.engine.spec
-        self._engine, self._totals = engine, inputs.totals
         self._steps = list(inputs.sde_steps)
-        self._part, self._kl_coef = spec.algorithm.of(RatioSettings), spec.kl.kl_coef
-        self._kind, self._loss = spec.loss, spec.loss.load()
         self._schedule = engine.schedule
         self._weights = step_weights(spec, engine.schedule)
         self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
         inputs.totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
-        self._batches: list[list[StepsBatch]] = []
         self._known = _Known()
-        self._num_passes = 0
 
     @property
     def num_rounds(self) -> int:
         return len(self._steps)
-
-    def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
-        """See `Objective`: reference means, and old log-probs where an update's first forward does not give them. A
-        rank's samples are the same in every pass, so that all is known after the first."""
-        self._batches = [[cast(StepsBatch, batch) for batch in part] for part in batches]
-        self._num_passes += 1
-        if self._num_passes > 1:
-            return
-        if needs_reference(self._engine.spec):
-            with timings("ref"):
-                self._add_references([batch for part in self._batches for batch in part])
-        late = [batch for number, part in enumerate(self._batches) for batch in part if self._needs_pass(number)]
-        if late:
-            with timings("old_log_prob"):
-                self._add_old(late)
-        if self._part.correction.needs_all_rows:
-            self._add_weights(late)
 
     def forwards(self, update: int) -> list[Forward]:
         timesteps = self._schedule.timesteps
@@ -91,29 +66,20 @@ class PolicyObjective:
             for k, component in enumerate(components)
         ]
 
-    def _needs_pass(self, update: int) -> bool:
-        """An update's first forward is the old policy's only until the optimizer has moved the weights."""
-        return self._engine.spec.recomputes_all or (self._part.old_log_probs == "first_forward" and update > 0)
-
-    @torch.no_grad()
     def _add_references(self, batches: Sequence[StepsBatch]) -> None:
-        with self._engine.policy("reference"):
-            for batch in batches:
-                means = torch.stack([result.mean for result in self._forwards(batch)])
-                self._known.add("reference_mean", batch, means)
-        devices.synchronize(self._engine.ranks.device)
+        for batch in batches:
+            self._known.add("reference_mean", batch, torch.stack([result.mean for result in self._forwards(batch)]))
 
-    @torch.no_grad()
     def _add_old(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
             results = self._forwards(batch)
             log_probs = torch.stack([result.log_prob for result in results])
             self._known.add("old_log_prob", batch, log_probs)
-            if self._kind.needs_old_mean:
+            if self._spec.loss.needs_old_mean:
                 self._known.add("old_mean", batch, torch.stack([result.mean for result in results]))
             self._totals.add_gap(batch, slice(None), log_probs)
-        self._engine.reshard()
-        devices.synchronize(self._engine.ranks.device)
+        if self._part.correction.needs_all_rows:
+            self._add_weights(batches)
 
     def _add_weights(self, batches: Sequence[StepsBatch]) -> None:
         """Corrections that look at more than one row."""
@@ -140,7 +106,7 @@ class PolicyObjective:
             return loss
         kl = reference_kl(result.mean, reference_mean, result.std)
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
-        return loss + self._kl_coef * batch.ties * kl
+        return loss + self._spec.kl.kl_coef * batch.ties * kl
 
     def _rows(self, batch: StepsBatch, k: int, result: StepResult) -> PolicyRows:
         """Collects the values that the loss may read. The old log-prob is the rollout's with `old_log_probs =

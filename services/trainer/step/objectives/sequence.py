@@ -16,56 +16,47 @@ from torch import Tensor
 from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.sequences.losses import SequenceRows, divisors, reference_kl_k3
-from flowfleet.algorithms.settings import AggregationSettings, RatioSettings
-from flowfleet.hardware import devices
+from flowfleet.algorithms.settings import AggregationSettings
 from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter
 from flowfleet.process.telemetry import Timings
-from services.trainer.model.policies import needs_reference
 from services.trainer.step.inputs import Batch
-from services.trainer.step.objectives.base import Forward, StepInputs
+from services.trainer.step.objectives.base import Forward, RatioObjective, StepInputs
 from services.trainer.step.sequences import SequenceBatch
 
 _Name = Literal["old", "reference"]
 
 
-class SequenceObjective:
+class SequenceObjective(RatioObjective):
     """See `Objective`. A row is a sequence, in one round."""
 
     num_rounds = 1
 
     def __init__(self, inputs: StepInputs) -> None:
+        super().__init__(inputs)
         engine, totals, spec = inputs.engine, inputs.totals, inputs.engine.spec
-        self._engine, self._totals, self._spec = engine, totals, spec
-        self._part = spec.algorithm.of(RatioSettings)
         self._aggregation = spec.algorithm.of(AggregationSettings).aggregation
         self._adapter = cast(SequenceAdapter, engine.adapter)
-        self._loss = spec.loss.load()
         self._limits = limits(spec.algorithm, 1)
         totals.num_steps = 1
         totals.limits = self._limits if spec.loss.by_sequence else None
-        self._batches: list[list[SequenceBatch]] = []
         self._mean_lengths: list[float] = []
         """Trained tokens per sequence of each update, over all ranks."""
         self._known: dict[tuple[_Name, int], Tensor] = {}
         """Log-probs of a row's trained tokens, computed before the step's first optimizer update."""
-        self._num_passes = 0
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
-        """See `Objective`: log-probs of the reference, and old ones where an update's first forward does not give them.
-        A rank's sequences are the same in every pass, so that all is known after the first."""
-        self._batches = [[cast(SequenceBatch, batch) for batch in part] for part in batches]
+        super().prepare(batches, timings)
         self._mean_lengths = self._lengths()
-        self._num_passes += 1
-        if self._num_passes > 1:
-            return
-        if needs_reference(self._spec):
-            with timings("ref"), self._engine.policy("reference"):
-                self._add("reference", [batch for part in self._batches for batch in part])
-        late = [batch for number, part in enumerate(self._batches) for batch in part if self._needs_pass(number)]
-        if late:
-            with timings("old_log_prob"):
-                self._add("old", late)
-                self._engine.reshard()
+
+    def _add_references(self, batches: Sequence[SequenceBatch]) -> None:
+        for batch in batches:
+            self._add("reference", batch, self._log_probs(batch))
+
+    def _add_old(self, batches: Sequence[SequenceBatch]) -> None:
+        for batch in batches:
+            log_probs = self._log_probs(batch)
+            self._add("old", batch, log_probs)
+            self._totals.add_gap(batch, 0, batch.means(log_probs))
 
     def forwards(self, update: int) -> list[Forward]:
         is_first = update == 0 and self._num_passes == 1
@@ -83,19 +74,8 @@ class SequenceObjective:
         ]
         return [tokens / rows for tokens, rows in self._engine.ranks.sum(torch.tensor(mine).double()).tolist()]
 
-    def _needs_pass(self, update: int) -> bool:
-        """An update's first forward is the old policy's only until the optimizer has moved the weights."""
-        return self._spec.recomputes_all or (self._part.old_log_probs == "first_forward" and update > 0)
-
-    @torch.no_grad()
-    def _add(self, name: _Name, batches: Sequence[SequenceBatch]) -> None:
-        for batch in batches:
-            values = self._log_probs(batch)
-            for row, row_values in zip(batch.rows, batch.split(values), strict=True):
-                self._known[name, row] = row_values
-            if name == "old":
-                self._totals.add_gap(batch, 0, batch.means(values))
-        devices.synchronize(self._engine.ranks.device)
+    def _add(self, name: _Name, batch: SequenceBatch, values: Tensor) -> None:
+        self._known |= {(name, row): part for row, part in zip(batch.rows, batch.split(values), strict=True)}
 
     def _of(self, name: _Name, batch: SequenceBatch) -> Tensor | None:
         """(N,); None where it was not computed."""
