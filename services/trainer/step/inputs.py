@@ -5,6 +5,7 @@ Everything here happens before any weight changes; whatever is wrong says which 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -76,43 +77,68 @@ class FinalBatch(FlowBatch):
     """Per row its group, and by kind of loss its index, its pair's number or 0. With the step they seed its noise."""
 
 
-class StepReader:
+class Reader(ABC):
     """Reads the blobs of a rank's micro-batches into host memory; `batch` then puts one on the device."""
 
     def __init__(
-        self, adapter: ModelAdapter, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None] = lambda: None
+        self, adapter: Any, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None] = lambda: None
     ) -> None:
         """`on_sample` is called after each sample that was read."""
-        self._adapter = adapter
-        self._spec = spec
-        self._blobs = blobs
-        self._on_sample = on_sample
-        self._shape = adapter.latent_shape(spec.rollout.size)
-        rollout = spec.rollout
-        self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        self._adapter, self._spec, self._blobs, self._on_sample = adapter, spec, blobs, on_sample
         self._samples: Sequence[TrainSample] = ()
-        self._records: dict[int, Trajectory | FinalLatents] = {}
-        self._embeds: dict[str, PromptEmbeds] = {}
+        self._records: dict[int, Any] = {}
+        self._prompts: dict[str, Any] = {}
+        """By the digests of their blobs."""
 
     def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
         """Raises NotFound or DataLoss naming the first sample whose blob is gone or broken."""
-        self._samples = request.samples
+        self._samples, self._records = request.samples, {}
         rows = sorted({row for update in updates for batch in update.by_rank[rank] for row in batch.rows})
         with ThreadPoolExecutor(READERS, "blobs") as pool:
-            self._records = {}
+            wanted = {ref.sha256: (row, ref) for row in reversed(rows) for ref in self._prompt_refs(row)}
+            self._prompts = dict(zip(wanted, pool.map(self._prompt, wanted.values()), strict=True))
             for row, record in zip(rows, pool.map(self._record, rows), strict=True):
                 self._records[row] = record
                 self._on_sample()
-            wanted = {ref.sha256: (row, ref) for row in reversed(rows) for ref in self._text_refs(row)}
-            self._embeds = dict(zip(wanted, pool.map(self._text, wanted.values()), strict=True))
-        widths = {embeds.embeds.shape[2] for embeds in self._embeds.values()}
+
+    @abstractmethod
+    def batch(self, micro: MicroBatch) -> Batch:
+        """A micro-batch of those read."""
+
+    def clear(self) -> None:
+        """Frees the step's data."""
+        self._samples, self._records, self._prompts = (), {}, {}
+
+    def _prompt_refs(self, row: int) -> list[BlobRef]:
+        return [self._samples[row].sample.prompt_embeds]
+
+    @abstractmethod
+    def _prompt(self, wanted: tuple[int, BlobRef]) -> Any:
+        """Reads a prompt, of the sample of that row."""
+
+    @abstractmethod
+    def _record(self, row: int) -> Any:
+        """Reads what a sample keeps."""
+
+
+class StepReader(Reader):
+    """Reader of the samples of flows."""
+
+    def __init__(self, adapter: ModelAdapter, *args: Any) -> None:
+        super().__init__(adapter, *args)
+        rollout = self._spec.rollout
+        self._shape = adapter.latent_shape(rollout.size)
+        self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+
+    def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
+        super().read(request, updates, rank)
+        widths = {embeds.embeds.shape[2] for embeds in self._prompts.values()}
         if len(widths) > 1:
             raise InvalidRequest(
                 f"prompt embeds of this step are {sorted(widths)} wide: all rollouts need one text encoder"
             )
 
     def batch(self, micro: MicroBatch) -> StepsBatch | FinalBatch:
-        """A micro-batch of those read."""
         device = self._adapter.device
         items = [self._samples[row] for row in micro.rows]
         common: dict[str, Any] = {
@@ -121,7 +147,7 @@ class StepReader:
             "advantages": torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
             "ties": torch.tensor([float(not item.without_kl) for item in items], device=device),
             "teachers": tuple(item.teacher for item in items),
-            "prompts": self._prompts([item.sample.prompt_embeds for item in items]),
+            "prompts": self._embeds([item.sample.prompt_embeds for item in items]),
             "negative": self._negative(items),
         }
         records = [self._records[row] for row in micro.rows]
@@ -136,10 +162,6 @@ class StepReader:
         places = tuple(self._place(item) for item in items)
         return FinalBatch(**common, clean=torch.stack([record.latents for record in records]).to(device), places=places)
 
-    def clear(self) -> None:
-        """Frees the step's data."""
-        self._samples, self._records, self._embeds = (), {}, {}
-
     def _place(self, item: TrainSample) -> tuple[int, int]:
         loss, sample_id = self._spec.loss, item.sample.id
         return sample_id.group, item.pair if loss.needs_pairs else 0 if loss.shares_noise else sample_id.index
@@ -149,12 +171,12 @@ class StepReader:
         if not self._spec.rollout.guidance.is_on:
             return None
         refs = [item.sample.negative_embeds for item in items]
-        return self._prompts(refs[:1] if len({ref.sha256 for ref in refs}) == 1 else refs)
+        return self._embeds(refs[:1] if len({ref.sha256 for ref in refs}) == 1 else refs)
 
-    def _prompts(self, refs: Sequence[BlobRef]) -> PromptEmbeds:
+    def _embeds(self, refs: Sequence[BlobRef]) -> PromptEmbeds:
         """Returns one row per reference, padded to the widest. The rollout padded them to the widest of its request."""
         names = list(dict.fromkeys(ref.sha256 for ref in refs))
-        embeds = concat_embeds([self._embeds[name] for name in names])
+        embeds = concat_embeds([self._prompts[name] for name in names])
         return embeds.select([names.index(ref.sha256) for ref in refs]).to(self._adapter.device)
 
     def _record(self, row: int) -> Trajectory | FinalLatents:
@@ -183,12 +205,12 @@ class StepReader:
         if tuple(shape) != tuple(self._shape):
             raise InvalidRequest(f"its latents have shape {tuple(shape)}, this job's have {tuple(self._shape)}")
 
-    def _text_refs(self, row: int) -> list[BlobRef]:
+    def _prompt_refs(self, row: int) -> list[BlobRef]:
         sample = self._samples[row].sample
         guided = self._spec.rollout.guidance.is_on
         return [sample.prompt_embeds, sample.negative_embeds] if guided else [sample.prompt_embeds]
 
-    def _text(self, wanted: tuple[int, BlobRef]) -> PromptEmbeds:
+    def _prompt(self, wanted: tuple[int, BlobRef]) -> PromptEmbeds:
         row, ref = wanted
         with naming(self._samples[row].sample):
             return EmbedsBlob.from_bytes(self._blobs.get(ref)).row()

@@ -11,12 +11,10 @@ from flowfleet.models.settings import Size
 from flowfleet.proto.common_pb2 import Sample
 from flowfleet.proto.trainer_pb2 import TrainSample
 from services.trainer.step.batches import Key, Pair, Update, plan_passes
-from services.trainer.step.inputs import StepReader
+from services.trainer.step.inputs import Reader, StepReader
 from services.trainer.step.packing import plan_packed
 from services.trainer.step.sequences import SequenceReader
 
-Reader = StepReader | SequenceReader
-"""Reads a rank's share of the blobs."""
 Place = tuple[int, int]
 """Training step, and number of ranks."""
 

@@ -3,23 +3,18 @@ flows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.errors import InvalidRequest
-from flowfleet.job.spec import JobSpec
-from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import Tokens
 from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.proto.common_pb2 import BlobRef
-from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
-from services.trainer.step.batches import MicroBatch, Update
-from services.trainer.step.inputs import READERS, Batch, naming
+from services.trainer.step.batches import MicroBatch
+from services.trainer.step.inputs import Batch, Reader, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +46,13 @@ class SequenceBatch(Batch):
         return torch.stack([row_values.double().mean() for row_values in self.split(values)])
 
 
-class SequenceReader:
-    """Reads the blobs of a rank's micro-batches into host memory; `batch` then puts one on the device."""
-
-    def __init__(
-        self, adapter: SequenceAdapter, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_sample` is called after each sample that was read."""
-        self._adapter, self._spec, self._blobs, self._on_sample = adapter, spec, blobs, on_sample
-        self._vocabulary = adapter.vocabulary_size
-        self._samples: Sequence[TrainSample] = ()
-        self._written: dict[int, TokenTrajectory] = {}
-        self._prompts: dict[str, EncodedPrompt] = {}
-
-    def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
-        """Raises NotFound or DataLoss naming the first sample whose blob is gone or broken."""
-        self._samples, self._written = request.samples, {}
-        rows = sorted({row for update in updates for batch in update.by_rank[rank] for row in batch.rows})
-        with ThreadPoolExecutor(READERS, "blobs") as pool:
-            wanted = {self._samples[row].sample.prompt_embeds.sha256: row for row in reversed(rows)}
-            self._prompts = dict(zip(wanted, pool.map(self._prompt, wanted.values()), strict=True))
-            for row, written in zip(rows, pool.map(self._trajectory, rows), strict=True):
-                self._written[row] = written
-                self._on_sample()
+class SequenceReader(Reader):
+    """Reader of written sequences."""
 
     def batch(self, micro: MicroBatch) -> SequenceBatch:
-        """A micro-batch of those read."""
         device = self._adapter.device
         items = [self._samples[row] for row in micro.rows]
-        written = [self._written[row] for row in micro.rows]
+        written: list[TokenTrajectory] = [self._records[row] for row in micro.rows]
         lengths = tuple(int(trajectory.mask.sum()) for trajectory in written)
         sequences = tuple(
             Tokens(self._prompts[item.sample.prompt_embeds.sha256], trajectory.token_ids, trajectory.routed_experts)
@@ -96,22 +69,17 @@ class SequenceReader:
             lengths=lengths,
         )
 
-    def clear(self) -> None:
-        """Frees the step's data."""
-        self._samples, self._written, self._prompts = (), {}, {}
-
-    def _prompt(self, row: int) -> EncodedPrompt:
-        sample = self._samples[row].sample
+    def _prompt(self, wanted: tuple[int, BlobRef]) -> EncodedPrompt:
+        sample = self._samples[wanted[0]].sample
         with naming(sample):
             prompt = PromptBlob.from_bytes(self._blobs.get(sample.prompt_embeds)).encoded()
             self._check_ids("prompt", prompt.token_ids, sample.prompt_tokens)
             return prompt
 
-    def _trajectory(self, row: int) -> TokenTrajectory:
+    def _record(self, row: int) -> TokenTrajectory:
         sample = self._samples[row].sample
-        ref: BlobRef = sample.trajectory
         with naming(sample):
-            written = TokenTrajectory.from_bytes(self._blobs.get(ref))
+            written = TokenTrajectory.from_bytes(self._blobs.get(sample.trajectory))
             self._check_ids("sequence", written.token_ids, sample.num_tokens)
             self._check_experts(self._prompts[sample.prompt_embeds.sha256], written)
             return written
@@ -133,8 +101,8 @@ class SequenceReader:
     def _check_ids(self, what: str, token_ids: Tensor, number: int) -> None:
         if len(token_ids) != number:
             raise InvalidRequest(f"its {what} has {len(token_ids)} tokens, the sample says {number}")
-        if int(token_ids.max()) >= self._vocabulary:
+        if int(token_ids.max()) >= (known := self._adapter.vocabulary_size):
             raise InvalidRequest(
-                f"its {what} has token {int(token_ids.max())}, and the model has {self._vocabulary}: rollout and "
+                f"its {what} has token {int(token_ids.max())}, and the model has {known}: rollout and "
                 "trainer need the same model folder"
             )
