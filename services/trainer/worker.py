@@ -44,8 +44,8 @@ from services.trainer.step.batches import Update
 from services.trainer.step.gradients.client import GradientClient
 from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.gradients.store import release
-from services.trainer.step.inputs import Batch
-from services.trainer.step.kinds import Reader, plan, reader_of
+from services.trainer.step.inputs import Batch, Reader
+from services.trainer.step.kinds import plan, reader_of
 from services.trainer.step.mfu import Mfu
 from services.trainer.step.requests import check_request, pairs_of
 from services.trainer.step.update import StepTrainer
@@ -120,17 +120,9 @@ class Worker:
         self._identity: tuple[str, ...] = ()
 
     def execute(self, command: Command) -> Any:
-        """Raises a FlowfleetError where nothing has changed; any other exception means that the rank must end."""
-        handlers = {
-            Kind.CONFIGURE: self.configure,
-            Kind.TRAIN: self.train,
-            Kind.SAVE: self.save,
-            Kind.EXPORT: self.export,
-            Kind.GATHER_ADAPTER: self.gather_adapter,
-            Kind.SEND_WEIGHTS: self.send_weights,
-            Kind.SHARE_ADAPTER: self.share_adapter,
-        }
-        handler: Any = handlers[command.kind]
+        """Calls the method of the command's name. Raises a FlowfleetError where nothing has changed; any other
+        exception means that the rank must end."""
+        handler: Any = getattr(self, command.kind.name.lower())
         message: Message | None = command.message
         with self.ranks.beats.phase(_PHASES.get(command.kind, Phase.WORK)):
             return handler(message)
