@@ -84,7 +84,7 @@ class FlatFlowModel(ModelKind):
         yield from ((name, files.tensor(name)) for name in files if name not in taken)
 
 
-class FlatSource:
+class FlatSource(Source):
     """See `Source`. Of experts that are stored one by one, those of `rows` alone are read."""
 
     def __init__(self, folder: Path, layout: Layout, names: StoredNames) -> None:
@@ -97,9 +97,6 @@ class FlatSource:
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         return self._files.rows(self._stored.of(name, shape[0]), rows)
-
-    def buffer(self, name: str) -> Tensor | None:
-        return None
 
 
 class SequenceModel(ModelKind):

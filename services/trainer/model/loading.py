@@ -7,10 +7,10 @@ holds all of it: a checkpoint's files are mapped, and a rank reads only its own 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,23 @@ _WRAPPED = ".base_layer."
 """Part that PEFT inserts into the parameter names of a module that it adapts."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """A component's weights by their names in its checkpoint."""
 
+    @abstractmethod
     def check(self, expert: nn.Module) -> None:
         """Raises ValueError that names a parameter which the source lacks or has in another shape."""
 
+    @abstractmethod
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         """Some rows of a parameter that has `shape` as a whole; any dtype, on any device."""
 
     def buffer(self, name: str) -> Tensor | None:
         """Returns a buffer that checkpoints hold; None keeps the one that the model made itself."""
+        return None
 
 
-class DummySource:
+class DummySource(Source):
     """See `dummy_parameter`. Each rank draws the whole of one parameter after the other."""
 
     def __init__(self, component: str, device: torch.device) -> None:
@@ -49,11 +52,8 @@ class DummySource:
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         return dummy_parameter(f"{self._component}.{name}", shape, torch.float32, self._device)[rows]
 
-    def buffer(self, name: str) -> Tensor | None:
-        return None
 
-
-class CheckpointSource:
+class CheckpointSource(Source):
     """The safetensors of a component: one file, or several with an index."""
 
     def __init__(self, folder: Path, layout: Layout = PIPELINE) -> None:
