@@ -24,20 +24,6 @@ ClipRange = Annotated[
 ClipRangeLow = Annotated[
     float | None, Field(gt=0.0, lt=1.0, description="How far the ratio counts below 1; unset: as far as above.")
 ]
-ClipNats = Annotated[
-    float | None,
-    Field(
-        gt=0.0,
-        description="The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution.",
-    ),
-]
-KlThreshold = Annotated[
-    float,
-    Field(
-        gt=0.0,
-        description="Flow-DPPO's trust region: KL of a step to the old policy's, mean over its elements.",
-    ),
-]
 Beta = Annotated[
     float,
     Field(
@@ -69,15 +55,6 @@ AdvantageStd = Annotated[
 AdvantageClamp = Annotated[float | None, Field(gt=0.0, description="Advantages are cut to ± this; null leaves them.")]
 NumNoiseLevels = Annotated[
     int, Field(ge=1, le=1000, description="Noise levels at which a matching loss trains each sample of a step.")
-]
-OverlongShare = Annotated[
-    float,
-    Field(
-        ge=0.0,
-        le=1.0,
-        description="Last share of `rollout.sequence.max_tokens` in which a sequence's length costs, linearly, up to 1 "
-        "off its reward at `max_tokens` (DAPO); 0: length costs nothing.",
-    ),
 ]
 
 _T = TypeVar("_T", bound=Part)
@@ -176,13 +153,15 @@ class ClipSettings(Part):
 class NatsSettings(ClipSettings):
     """The same, or in nats: for losses on the steps of flows."""
 
-    clip_nats: ClipNats = None
+    clip_nats: float | None = Field(default=None, gt=0.0)
+    """The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution."""
 
 
 class TrustRegionSettings(Part):
     """How far a step may be from the old policy's by its KL."""
 
-    kl_threshold: KlThreshold = 1e-5
+    kl_threshold: float = Field(default=1e-5, gt=0.0)
+    """Flow-DPPO's trust region: KL of a step to the old policy's, mean over its elements."""
 
 
 class StepWeightSettings(Part):
@@ -283,7 +262,13 @@ class TeacherSettings(Part):
 class LengthSettings(Part):
     """What the length of a text costs."""
 
-    overlong_share: OverlongShare = 0.0
+    overlong_share: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Last share of `rollout.sequence.max_tokens` in which a sequence's length costs, linearly, up to 1 "
+        "off its reward at `max_tokens` (DAPO); 0: length costs nothing.",
+    )
 
 
 class AggregationSettings(Part):
