@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
 from flowfleet.algorithms.settings import AdvantageSettings, LengthSettings, RatioSettings
 from flowfleet.job.rules.unheard import unheard
+from flowfleet.job.sampling import RolloutPart
 from flowfleet.job.sequence import SequencePart
 
 if TYPE_CHECKING:
@@ -19,27 +20,10 @@ _OF_SEQUENCES = (
     "trainer.micro_batch_tokens",
 )
 """Settings that only policies that write tokens read. A flow may have `routed_experts` off: stored jobs say so."""
-_FLOW_SAMPLING = (
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "sampler",
-    "tail_steps",
-    "shift",
-    "guidance_scale",
-    "embedded_guidance",
-    "guidance_interval",
-    "image_guidance_scale",
-    "guidance_renorm",
-    "negative_prompt",
-    "condition_pixels",
-    "compile",
-    "quantization",
-    "adapter",
-)
+_NESTED_OF_FLOWS = ("noise", "window", "preview")
+_OF_BOTH = ("pool", "prompts_per_step", "group_size", "batch_size", "max_log_prob_gap", "max_refills", "sequence")
 _OF_FLOWS = (
-    *(f"rollout.{name}" for name in _FLOW_SAMPLING),
+    *(f"rollout.{name}" for name in RolloutPart.model_fields if name not in (*_OF_BOTH, *_NESTED_OF_FLOWS)),
     "schedule.validation_steps",
     "schedule.validation_sampler",
     "schedule.validation_height",
@@ -47,7 +31,6 @@ _OF_FLOWS = (
     "trainer.micro_batch_size",
 )
 """Settings that only flows read."""
-_NESTED_OF_FLOWS = ("rollout.noise", "rollout.window", "rollout.preview")
 
 
 def problems(job: JobSpec) -> Iterator[str]:
@@ -64,7 +47,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         return
     where = f"with algorithm.loss = {loss}, which trains a model that writes text: leave it out"
     nested = (
-        f"{part}.{name}" for part in _NESTED_OF_FLOWS for name in type(getattr(job.rollout, part[8:])).model_fields
+        f"rollout.{part}.{name}" for part in _NESTED_OF_FLOWS for name in type(getattr(job.rollout, part)).model_fields
     )
     yield from unheard(job, (*_OF_FLOWS, *nested), where)
     yield from _model(job)
