@@ -64,7 +64,7 @@ def group_advantages(
         ValueError: no rewards, lengths that differ, or a reward that is not finite (its index is named).
     """
     values = _checked(rewards, group_ids)
-    groups = _group_indices(group_ids)
+    groups = group_indices(group_ids)
     batch_scale = _std(values, ddof) + eps
     advantages = np.zeros_like(values)
     for indices in groups:
@@ -131,7 +131,7 @@ def combined_advantages(
     if combination == "normalized":
         advantages /= _std(advantages, ddof) + eps
     advantages = _clamped(advantages, clamp)
-    return advantages, _stats(_checked(total, group_ids), advantages, _group_indices(group_ids), ddof)
+    return advantages, _stats(_checked(total, group_ids), advantages, group_indices(group_ids), ddof)
 
 
 def shaped_by_diversity(
@@ -149,7 +149,7 @@ def shaped_by_diversity(
         clamp: as there; it is last.
     """
     values, scores = np.asarray(advantages, dtype=np.float64).copy(), np.asarray(diversity, dtype=np.float64)
-    for rows in _group_indices(group_ids):
+    for rows in group_indices(group_ids):
         known = rows[np.isfinite(scores[rows])]
         if known.size and (mean := scores[known].mean()) > 0:
             better = known[values[known] > 0]
@@ -212,7 +212,7 @@ def _neutral(
     if not present.any():
         return np.zeros_like(column)
     filled = np.where(present, column, column[present].mean())
-    for rows in _group_indices(group_ids):
+    for rows in group_indices(group_ids):
         if present[rows].any():
             filled[rows[~present[rows]]] = column[rows[present[rows]]].mean()
     return filled
@@ -236,7 +236,8 @@ def _checked(rewards: ArrayLike, group_ids: Sequence[Hashable], what: str = "rew
     return values
 
 
-def _group_indices(group_ids: Sequence[Hashable]) -> list[NDArray[np.intp]]:
+def group_indices(group_ids: Sequence[Hashable]) -> list[NDArray[np.intp]]:
+    """Places of each group's samples, by the groups' first ones."""
     members: dict[Hashable, list[int]] = {}
     for index, group_id in enumerate(group_ids):
         members.setdefault(group_id, []).append(index)

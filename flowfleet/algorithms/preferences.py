@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flowfleet.algorithms.advantages import group_indices
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -42,10 +44,8 @@ def make_pairs(rewards: ArrayLike, group_ids: Sequence[Hashable], pairs_per_grou
         )
     if pairs_per_group < 1:
         raise ValueError(f"pairs_per_group must be at least 1, but it is {pairs_per_group}")
-    groups: dict[Hashable, list[int]] = {}
-    for index, group_id in enumerate(group_ids):
-        groups.setdefault(group_id, []).append(index)
-    return [pair for group in groups.values() for pair in _pairs_of(values.tolist(), group, pairs_per_group)]
+    groups = group_indices(group_ids)
+    return [pair for group in groups for pair in _pairs_of(values.tolist(), group.tolist(), pairs_per_group)]
 
 
 def _pairs_of(rewards: Sequence[float], group: Sequence[int], limit: int) -> list[Pair]:
