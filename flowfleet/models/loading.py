@@ -109,7 +109,7 @@ def load_pipeline(
     absent = {part: None for component in ALL_COMPONENTS if component not in components for part in parts[component]}
     absent |= dict.fromkeys(own_parts)
     dtypes = {"default": dtype} | dict.fromkeys(parts["vae"], vae_dtype or dtype)
-    options = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, "use_safetensors": True, **absent}
+    options: dict[str, Any] = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, "use_safetensors": True, **absent}
     try:
         with _no_progress_bars():
             index = pipeline_class.load_config(str(path), local_files_only=True)
@@ -118,7 +118,8 @@ def load_pipeline(
             if load_format == "safetensors":
                 refuse_pickles(Path(path) / part for part in wanted)
             else:
-                options |= _empty_parts(index, path, {part: dtypes.get(part, dtype) for part in wanted})
+                made = {part: empty_component(index, path, part, dtypes.get(part, dtype)) for part in wanted}
+                options |= {part: module for part, module in made.items() if module is not None}
             pipeline = pipeline_class.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"model {path} cannot be loaded as a {pipeline_class.__name__}: {error}") from error
@@ -144,12 +145,6 @@ def refuse_pickles(folders: Iterable[Path]) -> None:
                 f"{folder.name} has its weights as a pickle ({pickles[0]}), which is never read here: convert them, as "
                 "save_pretrained(…, safe_serialization=True) of a model that you trust does"
             )
-
-
-def _empty_parts(index: Mapping[str, Any], path: str | Path, wanted: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """Builds the wanted parts that are models, without their weights."""
-    made = {part: empty_component(index, path, part, dtype) for part, dtype in wanted.items()}
-    return {part: module for part, module in made.items() if module is not None}
 
 
 def fill_dummy(module: nn.Module, component: str, device: torch.device | str) -> None:

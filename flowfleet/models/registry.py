@@ -84,35 +84,28 @@ def register(family: ModelFamily) -> None:
     FAMILIES[family.pipeline] = family
 
 
+_OWN = "flowfleet.models.families"
 for _family in (
-    ModelFamily("QwenImagePipeline", "Qwen-Image", "flowfleet.models.families.qwen_image:QwenImageAdapter"),
+    ModelFamily("QwenImagePipeline", "Qwen-Image", f"{_OWN}.qwen_image:QwenImageAdapter"),
     ModelFamily(
         "StableDiffusion3Pipeline",
         "Stable Diffusion 3",
-        "flowfleet.models.families.stable_diffusion_3:StableDiffusion3Adapter",
+        f"{_OWN}.stable_diffusion_3:StableDiffusion3Adapter",
         max_sequence_length=512,
     ),
-    ModelFamily(
-        "FluxPipeline",
-        "FLUX.1",
-        "flowfleet.models.families.flux:FluxAdapter",
-        embedded_guidance=True,
-        max_sequence_length=512,
-    ),
-    ModelFamily("ChromaPipeline", "Chroma", "flowfleet.models.families.chroma:ChromaAdapter", max_sequence_length=512),
-    ModelFamily(
-        "ZImagePipeline", "Z-Image", "flowfleet.models.families.z_image:ZImageAdapter", max_sequence_length=512
-    ),
+    ModelFamily("FluxPipeline", "FLUX.1", f"{_OWN}.flux:FluxAdapter", embedded_guidance=True, max_sequence_length=512),
+    ModelFamily("ChromaPipeline", "Chroma", f"{_OWN}.chroma:ChromaAdapter", max_sequence_length=512),
+    ModelFamily("ZImagePipeline", "Z-Image", f"{_OWN}.z_image:ZImageAdapter", max_sequence_length=512),
     ModelFamily(
         "QwenImageEditPlusPipeline",
         "Qwen-Image-Edit-Plus",
-        "flowfleet.models.families.qwen_image_edit:QwenImageEditAdapter",
+        f"{_OWN}.qwen_image_edit:QwenImageEditAdapter",
         takes_images=True,
     ),
     ModelFamily(
         "WanPipeline",
         "Wan",
-        "flowfleet.models.families.wan:WanAdapter",
+        f"{_OWN}.wan:WanAdapter",
         modality="video",
         max_sequence_length=512,
         frame_multiple=4,
@@ -121,29 +114,25 @@ for _family in (
     ModelFamily(
         "BagelForConditionalGeneration",
         "BAGEL",
-        "flowfleet.models.families.bagel.painter:BagelPainter",
-        writer="flowfleet.models.families.bagel.writer:BagelWriter",
+        f"{_OWN}.bagel.painter:BagelPainter",
+        writer=f"{_OWN}.bagel.writer:BagelWriter",
         takes_media=True,
         branch_guidance=True,
     ),
-    ModelFamily(
-        "HunyuanImage3ForCausalMM",
-        "HunyuanImage-3.0",
-        "flowfleet.models.families.hunyuan_image3.adapter:HunyuanImage3Adapter",
-    ),
-    ModelFamily("Qwen3ForCausalLM", "Qwen3", "flowfleet.models.families.qwen3:Qwen3Adapter", modality="text"),
-    ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", "flowfleet.models.families.qwen3:Qwen3MoeAdapter", modality="text"),
+    ModelFamily("HunyuanImage3ForCausalMM", "HunyuanImage-3.0", f"{_OWN}.hunyuan_image3.adapter:HunyuanImage3Adapter"),
+    ModelFamily("Qwen3ForCausalLM", "Qwen3", f"{_OWN}.qwen3:Qwen3Adapter", modality="text"),
+    ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", f"{_OWN}.qwen3:Qwen3MoeAdapter", modality="text"),
     ModelFamily(
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         "Qwen3-Omni Thinker",
-        "flowfleet.models.families.qwen3_omni:Qwen3OmniThinkerAdapter",
+        f"{_OWN}.qwen3_omni:Qwen3OmniThinkerAdapter",
         modality="text",
         takes_media=True,
     ),
     ModelFamily(
         "Qwen3OmniMoeForConditionalGeneration",
         "Qwen3-Omni",
-        "flowfleet.models.families.qwen3_omni:Qwen3OmniThinkerAdapter",
+        f"{_OWN}.qwen3_omni:Qwen3OmniThinkerAdapter",
         modality="text",
         takes_media=True,
     ),

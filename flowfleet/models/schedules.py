@@ -1,6 +1,7 @@
 """Sampling schedules, from a checkpoint's scheduler configuration without the scheduler's state, or by a formula."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def flow_match_schedule(
     return Schedule(timesteps=scheduler.timesteps.to(torch.float32), sigmas=sigmas.to(torch.float32))
 
 
+@cache
 def shifted_schedule(num_steps: int, shift: float) -> Schedule:
     """sigma = s t / (1 + (s − 1) t) of t = linspace(1, 0, N + 1), in float32. Raises ValueError for no steps."""
     _require_steps(num_steps)

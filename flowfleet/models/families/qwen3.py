@@ -14,13 +14,8 @@ class Qwen3Adapter(SequenceAdapter):
 
     model_class = Qwen3ForCausalLM
     lora_targets: ClassVar[tuple[str, ...]] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
     )
 
 

@@ -55,7 +55,6 @@ class BagelPainter(PictureAdapter):
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
         self._config = read_config(vae_config["path"])
         self._tokens = SpecialTokens.of(vae_config["path"])
-        self._schedules: dict[tuple[int, float], Schedule] = {}
 
     @classmethod
     def load(
@@ -107,10 +106,7 @@ class BagelPainter(PictureAdapter):
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         """num_steps + 1 even levels from 1 to 0, shifted. The authors count the levels: their 15 are 14 steps."""
         self._token_grid(size)
-        key = num_steps, SHIFT if shift is None else shift
-        if key not in self._schedules:
-            self._schedules[key] = shifted_schedule(*key)
-        return self._schedules[key]
+        return shifted_schedule(num_steps, SHIFT if shift is None else shift)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)

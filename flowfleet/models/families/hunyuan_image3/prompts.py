@@ -57,13 +57,10 @@ class Template:
 
         start = [tokenizer.bos_token_id, *encode(self.system), *encode(self.before)]
         prompt_ids = encode(prompt) if prompt.strip() else []
-        end = [token for part in self._after() for token in encode(part)]
+        after = ["\n\n", "Assistant: ", "<answer>"] if self.after else []  # one by one, as the published code does
+        end = [token for part in after for token in encode(part)]
         boi: int = tokenizer.convert_tokens_to_ids("<boi>")
         return [*start, *prompt_ids, *end, boi], slice(len(start), len(start) + len(prompt_ids))
-
-    def _after(self) -> list[str]:
-        """Encoded one by one, as the published code does."""
-        return ["\n\n", "Assistant: ", "<answer>"] if self.after else []
 
 
 def system_prompt(folder: Path, name: str) -> str:

@@ -307,9 +307,6 @@ class Experts(ExpertWeights):
         count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
         self.gate_and_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         for weight in (self.gate_and_up_proj, self.down_proj):
             nn.init.normal_(weight, std=0.02)
 

@@ -112,7 +112,20 @@ Part = Callable[[Tensor], Tensor]
 """A module from planes to planes."""
 
 
-class Level(nn.Module):
+class Chain(nn.Module):
+    """Modules one after the other."""
+
+    def parts(self) -> list[Part]:
+        """The modules of `forward` in their order."""
+        raise NotImplementedError
+
+    def forward(self, inner: Tensor) -> Tensor:
+        for part in self.parts():
+            inner = part(inner)
+        return inner
+
+
+class Level(Chain):
     """Blocks of one size, and what resizes their output."""
 
     def __init__(self, blocks: Sequence[nn.Module], name: str, resize: nn.Module | None) -> None:
@@ -126,13 +139,8 @@ class Level(nn.Module):
         """The modules of `forward` in their order."""
         return [*self.block, *([] if self._resize is None else [getattr(self, self._resize)])]
 
-    def forward(self, inner: Tensor) -> Tensor:
-        for part in self.parts():
-            inner = part(inner)
-        return inner
 
-
-class Middle(nn.Module):
+class Middle(Chain):
     """Two blocks with attention between them."""
 
     def __init__(self, width: int) -> None:
@@ -144,11 +152,6 @@ class Middle(nn.Module):
     def parts(self) -> list[Part]:
         """The modules of `forward` in their order."""
         return [self.block_1, self.attn_1, self.block_2]
-
-    def forward(self, inner: Tensor) -> Tensor:
-        for part in self.parts():
-            inner = part(inner)
-        return inner
 
 
 class ResnetBlock(nn.Module):
