@@ -177,21 +177,9 @@ def _near(name: str, known: Sequence[Setting]) -> list[str]:
 
 def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:
     """The part that a setting holds, and "NAME." where it is a table of parts, "N." where a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, ""
-    arguments = typing.get_args(annotation)
-    if (
-        typing.get_origin(annotation) is tuple
-        and isinstance(arguments[0], type)
-        and issubclass(arguments[0], BaseModel)
-    ):
-        return arguments[0], "N."
-    if typing.get_origin(annotation) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], BaseModel):
-        return arguments[1], "NAME."
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        parts = [one for one in arguments if isinstance(one, type) and issubclass(one, BaseModel)]
-        return (parts[0], "") if parts else (None, "")
-    return None, ""
+    origin, among = typing.get_origin(annotation), typing.get_args(annotation) or (annotation,)
+    parts = [one for one in among if isinstance(one, type) and issubclass(one, BaseModel)]
+    return (parts[0], {tuple: "N.", dict: "NAME."}.get(origin, "")) if parts else (None, "")
 
 
 def _default(field: FieldInfo) -> str:
@@ -204,16 +192,15 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
+_SIGNS = ((annotated_types.Ge, "≥"), (annotated_types.Gt, ">"), (annotated_types.Le, "≤"), (annotated_types.Lt, "<"))
+
+
 def _values(field: FieldInfo) -> str:
     """What a setting may hold, as "integer, 1 … 4096" or "none, fp8"."""
     kind = _kind(field.annotation)
-    low = next((f"≥ {one.ge:g}" for one in field.metadata if isinstance(one, annotated_types.Ge)), "") or next(
-        (f"> {one.gt:g}" for one in field.metadata if isinstance(one, annotated_types.Gt)), ""
-    )
-    high = next((f"≤ {one.le:g}" for one in field.metadata if isinstance(one, annotated_types.Le)), "") or next(
-        (f"< {one.lt:g}" for one in field.metadata if isinstance(one, annotated_types.Lt)), ""
-    )
-    return ", ".join(part for part in (kind, low, high) if part)
+    found = {type(one): one for one in reversed(field.metadata)}
+    bounds = [f"{sign} {getattr(found[bound], bound.__name__.lower()):g}" for bound, sign in _SIGNS if bound in found]
+    return ", ".join([kind, *bounds])
 
 
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "any"}
