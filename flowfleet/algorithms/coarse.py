@@ -37,14 +37,10 @@ def check_noise(spec: JobSpec, schedule: Schedule) -> None:
                 change = f"set rollout.window.high to at most {index}"
             else:
                 change = "move rollout.window.low"
+            most = int(noise.eta * MOST * level / std * 100) / 100
             raise ValueError(
                 f"step {index} of {window.num_steps} is too coarse for rollout.noise.type = {noise.type}: it adds "
                 f"noise of std {std:.3g} and ends at noise level {level:.3g}, less than a quarter; {change}, lower "
-                f"rollout.noise.eta to at most {_floored(noise.eta * MOST * level / std)}, or take the noise with "
+                f"rollout.noise.eta to at most {most:g}, or take the noise with "
                 "rollout.window.allow_coarse = true"
             )
-
-
-def _floored(value: float) -> str:
-    """The value with two decimal places, rounded down."""
-    return f"{int(value * 100) / 100:g}"

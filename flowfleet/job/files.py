@@ -116,9 +116,7 @@ def _tables(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _find(table: dict[str, Any], name: str, directories: Sequence[Path]) -> None:
     written = table.get(name)
-    if not isinstance(written, str) or Path(written).is_absolute() or "://" in written:
-        return
-    if not directories:
+    if not isinstance(written, str) or Path(written).is_absolute() or "://" in written or not directories:
         return
     found = next((directory / written for directory in directories if (directory / written).exists()), None)
     found = found or shipped(written)

@@ -34,8 +34,9 @@ from services.trainer.commands import Command, Kind
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
-from services.trainer.sampling.replica import RankReplica, loop_of_its_own
+from services.trainer.sampling.replica import RankReplica
 from services.trainer.server import TrainerService
+from services.trainer.step.gradients.client import loop_in_a_thread
 from services.trainer.worker import Worker
 
 SERVICE = "flowfleet.v1.TrainerService"
@@ -125,7 +126,7 @@ def follow(options: argparse.Namespace) -> int:
     _stop_after_signals(options.drain_s + _STOP_S)
     ranks = Ranks()
     worker = Worker(ranks, _blobs())
-    replica = _replica(options, worker, loop_of_its_own(), lambda: _end_at_once(1))
+    replica = _replica(options, worker, loop_in_a_thread("replica"), lambda: _end_at_once(1))
     while True:
         try:
             command = Command.from_bytes(ranks.broadcast())

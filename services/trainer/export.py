@@ -144,7 +144,7 @@ def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> Non
     config = {"r": part.rank, "lora_alpha": part.alpha, "target_modules": list(part.target_modules)}
     stem = Path(DIFFUSERS_FILE).stem
     for number, component in enumerate(engine.experts):
-        layers = _of_component(component, state)
+        layers = {name: part.cpu().contiguous() for name, part in _of_component(component, state).items()}
         if engine.kind.layout.library == "diffusers":
             name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
             with _disk_errors():
@@ -201,21 +201,14 @@ def _share(path: Path) -> None:
 
 def _of_component(component: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A component's tensors by their names inside it."""
-    return {
-        name.removeprefix(f"{component}."): tensor.cpu().contiguous()
-        for name, tensor in state.items()
-        if name.startswith(f"{component}.")
-    }
+    prefix = f"{component}."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """`tensors` come component by component. Buffers of the checkpoint, which nothing trains, follow them."""
     for component, expert in engine.experts.items():
-        of_component = {
-            name.removeprefix(f"{component}."): tensor
-            for name, tensor in engine.trained.items()
-            if name.startswith(f"{component}.")
-        }
+        of_component = _of_component(component, engine.trained)
         buffers = {name: tensor for name, tensor in persistent(expert) if not isinstance(tensor, nn.Parameter)}
         shards = weights.make_buckets(weights.specs_of(of_component | buffers, engine.dtype), SHARD_BYTES)
         expert_tensors = itertools.chain(itertools.islice(tensors, len(of_component)), buffers.items())

@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -314,7 +314,7 @@ def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str
 
 def _fingerprint(engine: Engine) -> str:
     """sha256 over names and shapes of the trained weights, and over the bits of a moment, 8 or 32."""
-    text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in _sorted(engine.trained))
+    text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in sorted(engine.trained.items()))
     if engine.spec.trainer.optimizer.state == "8bit":
         text += "\n8bit"
     return hashlib.sha256(text.encode()).hexdigest()
@@ -326,10 +326,6 @@ def _age_s(folder: Path) -> float:
         return steady_time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # its owner has just renamed it
         return 0.0
-
-
-def _sorted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    return iter(sorted(tensors.items()))
 
 
 def _sync(path: Path) -> None:

@@ -89,20 +89,16 @@ def write(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, s
     return writer.digests
 
 
-def read_into(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Collective. Copies a checkpoint's tensors into those of the same names, however it was spread over its ranks."""
-    reader = HuggingFaceStorageReader(str(folder))
-    load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=ranks.world_size == 1)
-
-
 def read_verified(tensors: dict[str, Tensor], folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Collective. Copies a checkpoint's tensors into those of the same names. Raises DataLoss on all ranks if the file
-    of any differs from what was written; Conflict if the files are intact but lack a requested tensor."""
+    """Collective. Copies a checkpoint's tensors into those of the same names, however it was spread over its ranks.
+    Raises DataLoss on all ranks if the file of any differs from what was written; Conflict if the files are intact but
+    lack a requested tensor."""
     failure: CheckpointException | None = None
     with ThreadPoolExecutor(1, "verify") as pool:
         verified = pool.submit(_damage, folder, state["digests"], ranks)
         try:
-            read_into(tensors, folder, ranks)
+            reader = HuggingFaceStorageReader(str(folder))
+            load(tensors, storage_reader=reader, process_group=ranks.control, no_dist=ranks.world_size == 1)
         except CheckpointException as error:  # the same on all ranks
             failure = error
     with ranks.together():

@@ -110,11 +110,8 @@ def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> I
         return
     source = _place(spec, base)
     yield f"pipe = {pipeline}.from_pretrained({source}, torch_dtype=torch.{spec.model.dtype})"
-    yield (
-        "pipe.load_lora_weights(folder)"
-        if len(components) == 1
-        else (f'pipe.load_lora_weights(folder, weight_name="{DIFFUSERS_FILE}")')
-    )
+    named = "" if len(components) == 1 else f', weight_name="{DIFFUSERS_FILE}"'
+    yield f"pipe.load_lora_weights(folder{named})"
     for component in components[1:]:
         name = DIFFUSERS_FILE.replace(".safetensors", f"_{component}.safetensors")
         yield f'pipe.load_lora_weights(folder, weight_name="{name}", load_into_{component}=True)'

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowfleet import hub
 from flowfleet.hardware import devices
@@ -120,7 +120,7 @@ class Engine:
                 shard_expert(expert, self.ranks, self.dtype)
             source = self._sources.pop(component)
             if self.is_quantized:
-                fill_by_blocks(expert, blocks, source, self.ranks, self._quantize)
+                fill_by_blocks(expert, blocks, source, self.ranks, lambda block: layers.replace_weights([block]))
             else:
                 allocate(expert, self.ranks.device)
                 fill(expert, source, self.ranks)
@@ -130,7 +130,9 @@ class Engine:
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
         if self.replicates:
-            self._replicated = {component: self._replicate(component) for component in self.experts}
+            for component, expert in self.experts.items():
+                own = {name: part for name, part in self.trained.items() if name.startswith(f"{component}.")}
+                self._replicated[component] = ReplicatedAdapter(expert, own, self.ranks, self.dtype)
             self.trained = {name: m for whole in self._replicated.values() for name, m in whole.masters.items()}
         teachers = {name: self._read(start) for name, start in self._teachers.items()}
         if self.is_lora:
@@ -213,13 +215,6 @@ class Engine:
         )
         loaded.checkpoint_decoding()
         return loaded
-
-    def _replicate(self, component: str) -> ReplicatedAdapter:
-        parameters = {name: p for name, p in self.trained.items() if name.startswith(f"{component}.")}
-        return ReplicatedAdapter(self.experts[component], parameters, self.ranks, self.dtype)
-
-    def _quantize(self, block: nn.Module) -> None:
-        layers.replace_weights([block])
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""

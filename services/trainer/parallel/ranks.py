@@ -138,7 +138,9 @@ class Ranks:
             dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
             return
         if is_loopback(os.environ.get("MASTER_ADDR", "")):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+            names = [name for _, name in socket.if_nameindex()]
+            loopback = next((name for name in names if name in ("lo", "lo0")), names[0])
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         dist.init_process_group(backends)
 
 
@@ -159,8 +161,3 @@ def _unpack(packed: Tensor) -> errors.FlowfleetError:
     data = bytes(packed.numpy())
     *more, message = data[1:].rstrip(b"\0").decode(errors="replace").split(_BETWEEN)
     return _KINDS[data[0] - 1](message, *more)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in ("lo", "lo0")), names[0])

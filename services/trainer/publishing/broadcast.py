@@ -136,7 +136,10 @@ class Broadcaster:
         except FlowfleetError as error:
             self.leave()
             raise _Broken(str(error), await _guilty(clients, receiving)) from None
-        await self._received(clients, receiving, group.timeout_s)
+        if not await receiving.ended(group.timeout_s):  # the last buckets may have left without having arrived
+            reason = f"not all weights arrived within {group.timeout_s:.0f} s"
+            raise _Broken(reason, await _guilty(clients, receiving))
+        await _done(receiving)
         self._last = published
         return messages(await failures(clients, lambda client: client.finish(job.job_id, published)))
 
@@ -147,12 +150,6 @@ class Broadcaster:
             if self._worker.member is not None:
                 self._worker.member.abort()  # it takes no more buckets, so the sender must not wait for it
             raise
-
-    async def _received(self, clients: list[ReplicaClient], receiving: Phase, timeout_s: float) -> None:
-        """The last buckets may have left this process without having arrived."""
-        if not await receiving.ended(timeout_s):
-            raise _Broken(f"not all weights arrived within {timeout_s:.0f} s", await _guilty(clients, receiving))
-        await _done(receiving)
 
     async def _join(self, job: Job, clients: list[ReplicaClient]) -> rollout_pb2.TransferGroup:
         """The group of exactly these replicas: the present one if it is that, else another."""

@@ -54,7 +54,11 @@ class Publisher:
         published: Published | None = None
         try:
             async with self._runner.turn():
-                _check_version(job, request)
+                if request.version != job.record.version:
+                    raise Conflict(
+                        f"version {request.version} cannot be published: this trainer holds version "
+                        f"{job.record.version}"
+                    )
                 if ours:
                     shared = await self._runner.call(Command(Kind.SHARE_ADAPTER, request))
                 if ours and not others:
@@ -115,13 +119,6 @@ async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> li
     for client in answering:
         del failed[client.replica_id]
     return answering
-
-
-def _check_version(job: Job, request: PublishWeightsRequest) -> None:
-    if request.version != job.record.version:
-        raise Conflict(
-            f"version {request.version} cannot be published: this trainer holds version {job.record.version}"
-        )
 
 
 def _response(

@@ -7,7 +7,8 @@ fp32 masters never reaches a sample. Text encoders and VAE are loaded as in a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,8 @@ def share(trained: nn.Module, bare: nn.Module) -> None:
             target = bare.get_submodule(plain_name(f"{name}.").removesuffix("."))
             assert isinstance(target, ExpertWeights)
             adopt(target, module)
-    held = {plain_name(name): local(tensor) for name, tensor in _tensors(trained) if ".lora_" not in name}
+    named = chain(trained.named_parameters(remove_duplicate=False), trained.named_buffers(remove_duplicate=False))
+    held = {plain_name(name): local(tensor) for name, tensor in named if ".lora_" not in name}
     for prefix, module in bare.named_modules():
         for tensors in (module._parameters, module._buffers):
             for leaf, tensor in tensors.items():
@@ -107,8 +109,3 @@ def share(trained: nn.Module, bare: nn.Module) -> None:
                     assert given.shape == tensor.shape, "the rank holds the whole base"
                     is_parameter = isinstance(tensor, nn.Parameter)
                     tensors[leaf] = nn.Parameter(given, requires_grad=False) if is_parameter else given
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,10 +75,3 @@ class RankReplica:
         await health.set_serving(True)
         self._replica, self._server = replica, server
         log.info("rank %d samples on port %d", rank, port, extra={"job": job.job_id})
-
-
-def loop_of_its_own() -> asyncio.AbstractEventLoop:
-    """Starts an event loop in a thread, for a rank whose main thread waits for commands."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="replica", daemon=True).start()
-    return loop

@@ -129,7 +129,9 @@ def _redealt(
     for rank in range(len(updates[0].by_rank)):
         before = [update.by_rank[rank] for update in updates]
         dealt = [[batch for batch in batches if not batch.is_padding] for batches in before]
-        units = [_dealt_units(batches, None if keeps_batches else unit_of) for batches in dealt]
+        units: list[list[Unit]] = [[batch.rows for batch in batches] for batches in dealt]
+        if not keeps_batches:
+            units = [list(dict.fromkeys(unit_of[row] for row in chain(*rows))) for rows in units]
         pool = list(chain(*units))
         random.Random(derive_seed(spec.seed, "passes", *path, rank)).shuffle(pool)
         after = []
@@ -138,18 +140,9 @@ def _redealt(
             parts = share if keeps_batches else [tuple(chain(*part)) for part in split(share, len(batches)) if part]
             after.append(_padded([MicroBatch(part) for part in parts], len(batches), batches[0].rows))
         by_rank.append(after)
-    return tuple(_update(batches) for batches in zip(*by_rank, strict=True))
-
-
-def _dealt_units(batches: Sequence[MicroBatch], unit_of: Mapping[int, Unit] | None) -> list[Unit]:
-    """Whole micro-batches without `unit_of`."""
-    if unit_of is None:
-        return [batch.rows for batch in batches]
-    return list(dict.fromkeys(unit_of[row] for batch in batches for row in batch.rows))
-
-
-def _update(by_rank: tuple[tuple[MicroBatch, ...], ...]) -> Update:
-    return Update(sum(len(batch.rows) for batch in chain(*by_rank) if not batch.is_padding), by_rank)
+    dealt_again = list(zip(*by_rank, strict=True))
+    counts = [sum(len(batch.rows) for batch in chain(*ranks) if not batch.is_padding) for ranks in dealt_again]
+    return tuple(map(Update, counts, dealt_again))
 
 
 def _dealt(parts: Sequence[Unit], world_size: int) -> Update:

@@ -66,10 +66,8 @@ class Mfu:
             return [0] * num_updates
         if not self._spec.loss.traits.has_ratio:
             return [1] * num_updates
-        bypass, reference = (
-            self._spec.algorithm.of(RatioSettings).old_log_probs == "rollout",
-            int(needs_reference(self._spec)),
-        )
+        bypass = self._spec.algorithm.of(RatioSettings).old_log_probs == "rollout"
+        reference = int(needs_reference(self._spec))
         late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
         return [reference + int(number >= late) for number in range(num_updates)]
 

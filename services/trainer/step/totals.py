@@ -81,6 +81,8 @@ class Totals:
         last = self._outcomes[-1]
         norms = [outcome.grad_norm for outcome in self._outcomes if outcome.applied]
         skipped = sum(not outcome.applied for outcome in self._outcomes)
+        mine = self._ratios or RatioStats(torch.zeros(6), torch.full((2,), -math.inf))  # of padding alone, say
+        ratios = RatioStats(self._ranks.sum(mine.sums.double()), self._ranks.max(mine.extremes.double()))
         return {
             "actor/kl_loss": 0.0,
             **self._means(len(self._outcomes)),
@@ -88,7 +90,7 @@ class Totals:
             "actor/skipped_updates": float(skipped),
             "actor/lr": last.lr,
             **({} if last.loss_scale == 1 else {"actor/loss_scale": last.loss_scale}),
-            **self._over_ranks().metrics(),
+            **ratios.metrics(),
             **self._agreement(),
         }
 
@@ -101,11 +103,6 @@ class Totals:
         return {"actor/loss": loss / num_updates} | {
             name: value / num_rows for name, value in zip(names, sums, strict=True)
         }
-
-    def _over_ranks(self) -> RatioStats:
-        """A rank that had only padding, or whose loss has no ratio, brings nothing."""
-        mine = self._ratios or RatioStats(torch.zeros(6), torch.full((2,), -math.inf))
-        return RatioStats(self._ranks.sum(mine.sums.double()), self._ranks.max(mine.extremes.double()))
 
     def _agreement(self) -> dict[str, float]:
         """exp(trainer - rollout) of every row that was measured; in deterministic mode exactly 1. Rows where it is no

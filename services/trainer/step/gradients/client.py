@@ -62,7 +62,7 @@ class GradientClient:
         Calls go to the replicas in turn, and another rank begins at another."""
         self._turn = itertools.count(rank)
         self._deadline_s, self._beat = deadline_s, beat
-        self._loop = loop or _loop_in_a_thread()
+        self._loop = loop or loop_in_a_thread("rewards")
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._described: dict[str, tuple[reward_pb2.DescribeResponse, float]] = {}
 
@@ -180,7 +180,8 @@ def _answers(
     return answers
 
 
-def _loop_in_a_thread() -> asyncio.AbstractEventLoop:
+def loop_in_a_thread(name: str) -> asyncio.AbstractEventLoop:
+    """Starts an event loop in a thread of its own."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop

@@ -11,7 +11,7 @@ was asked once for a step is read again (store.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ class RewardGradients:
             image: (B, *latent) predicted clean latents, on the device.
             wishes: as the loss has them.
         """
-        names = [self._name(row, k) for row in rows]
+        ids = [self._request.samples[row].sample.id for row in rows]
+        names = [f"{one.group}-{one.index}-{k}" for one in ids]
         known = [self._store.get(name) for name in names]
         new = [index for index, row in enumerate(known) if row is None]
         if new:
@@ -89,7 +90,9 @@ class RewardGradients:
             pixels = dict(zip(chain.from_iterable(parts), chain.from_iterable(decoded), strict=True))
             asked = torch.stack([pixels[index] for index in new])
             with self._ranks.beats.phase(Phase.OUTSIDE):
-                sums = self._asked([rows[index] for index in new], asked, [_at(wish, new) for wish in wishes])
+                sums = self._asked(
+                    [rows[index] for index in new], asked, [replace(wish, factors=wish.factors[new]) for wish in wishes]
+                )
             answers = dict(zip(new, sums, strict=True))
             for part in parts:
                 targets = torch.zeros(len(part), *asked.shape[1:])
@@ -122,10 +125,6 @@ class RewardGradients:
         with self._ranks.together():
             for name, row in self._unkept.items():
                 self._store.put(name, row)
-
-    def _name(self, row: int, k: int) -> str:
-        sample = self._request.samples[row].sample.id
-        return f"{sample.group}-{sample.index}-{k}"
 
     def _decoded(self, latents: Tensor) -> Tensor:
         pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
@@ -196,7 +195,3 @@ def _added(before: tuple[Pixels, float] | None, answer: Scored, wish: Wish, fact
         return gradient, reward + factor * answer.score
     scaled: Pixels = torch.from_numpy(answer.gradient).mul(factor).add(torch.from_numpy(gradient)).numpy()
     return scaled, reward + factor * answer.score
-
-
-def _at(wish: Wish, places: Sequence[int]) -> Wish:
-    return Wish(wish.factors[list(places)], wish.words, wish.ceiling)
