@@ -117,12 +117,7 @@ class RolloutPart(Part):
         is set, in the last quarter."""
         part, number = self.window, self.num_inference_steps
         low = late_start(number) if not part.low and part.high is None else part.low
-        return Window(
-            num_steps=number,
-            **part.model_dump(exclude={"low", "high"}),
-            low=low,
-            high=part.high or number,
-        )
+        return Window(num_steps=number, **part.model_dump(exclude={"low", "high"}), low=low, high=part.high or number)
 
     @property
     def has_fp8_copies(self) -> bool:

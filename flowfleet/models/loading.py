@@ -31,11 +31,7 @@ ALL_COMPONENTS: tuple[Component, ...] = ("transformer", "text_encoder", "vae")
 Parts = Mapping[Component, tuple[str, ...]]
 """Component to the names of what it is made of in a pipeline."""
 
-USUAL_PARTS: Parts = {
-    "transformer": ("transformer",),
-    "text_encoder": ("text_encoder", "tokenizer"),
-    "vae": ("vae",),
-}
+USUAL_PARTS: Parts = {"transformer": ("transformer",), "text_encoder": ("text_encoder", "tokenizer"), "vae": ("vae",)}
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """Name of a component's weights, before the number of a file and its suffix."""

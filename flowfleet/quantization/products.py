@@ -123,12 +123,6 @@ def multiply(
         rows = torch.cat([bits, bits.new_zeros(missing, bits.shape[1])]).view(rows.dtype)
         scale = torch.cat([scale, scale.new_ones(missing, 1)])
     product = torch._scaled_mm(
-        rows,
-        weight.t(),
-        scale_a=scale,
-        scale_b=weight_scale,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
+        rows, weight.t(), scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=True
     )
     return product[:num_rows]

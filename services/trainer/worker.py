@@ -366,11 +366,7 @@ class Worker:
         return None
 
     def _put_adapter(
-        self,
-        job: Job,
-        request: trainer_pb2.PublishWeightsRequest,
-        state: dict[str, Tensor],
-        hashes: dict[str, int],
+        self, job: Job, request: trainer_pb2.PublishWeightsRequest, state: dict[str, Tensor], hashes: dict[str, int]
     ) -> Published:
         data = lora.adapter_to_bytes(state)
         kind, attempt = "evaluated" if request.evaluated else "adapter", job.checkpoints.fence.attempt

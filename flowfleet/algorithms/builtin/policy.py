@@ -82,11 +82,7 @@ for _algorithm in (
         "https://arxiv.org/abs/2507.21802",
         "Flow-GRPO in a window of noisy steps that moves from high to low noise during training.",
         loss="flow_grpo",
-        defaults={
-            "rollout.window.strategy": "progressive",
-            "rollout.window.size": 4,
-            "rollout.window.shift_every": 25,
-        },
+        defaults={"rollout.window.strategy": "progressive", "rollout.window.size": 4, "rollout.window.shift_every": 25},
     ),
     Algorithm(
         "grpo_guard",

@@ -29,10 +29,7 @@ class ChromaAdapter(FluxAdapter):
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
         embeds, _, attention, *_ = self.pipeline.encode_prompt(
-            prompts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
+            prompts, device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
         )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"attention": attention}, has_padding=False)

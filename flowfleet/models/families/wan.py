@@ -68,10 +68,7 @@ class WanAdapter(ModelAdapter):
         lengths = torch.tensor([len(row) for row in tokens])
         width = int(lengths.max())
         embeds, _ = self.pipeline.encode_prompt(
-            prompts,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.device,
+            prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length, device=self.device
         )
         mask = torch.arange(width) < lengths[:, None]
         return PromptEmbeds(embeds[:, :width].contiguous(), mask.to(self.device))

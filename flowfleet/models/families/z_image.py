@@ -38,10 +38,7 @@ class ZImageAdapter(PictureAdapter):
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
         captions, _ = self.pipeline.encode_prompt(
-            prompts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
+            prompts, device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
         )
         lengths = torch.tensor([len(caption) for caption in captions])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)

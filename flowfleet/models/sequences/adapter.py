@@ -181,10 +181,7 @@ class SequenceAdapter(ABC):
         1), positions from 0 in each sequence. A family whose prompts bring media adds those."""
         rows = [torch.cat([item.prompt.token_ids, item.token_ids[:-1]]) for item in sequences]
         positions = torch.cat([torch.arange(len(row)) for row in rows])
-        return {
-            "input_ids": torch.cat(rows)[None].to(self.device),
-            "position_ids": positions[None].to(self.device),
-        }
+        return {"input_ids": torch.cat(rows)[None].to(self.device), "position_ids": positions[None].to(self.device)}
 
     def next_positions(self, position_ids: Tensor) -> Tensor:
         """(axes, 1): where the token after a row of one sequence stands; `position_ids` are the row's."""

@@ -23,13 +23,7 @@ class Loaded:
 
 
 def model_card(
-    spec: JobSpec,
-    kind: Kind,
-    weights: Weights,
-    loaded: Loaded,
-    job_id: str,
-    step: int,
-    training: str,
+    spec: JobSpec, kind: Kind, weights: Weights, loaded: Loaded, job_id: str, step: int, training: str
 ) -> str:
     """Markdown with the metadata that model hubs read."""
     base = origin_of(spec.model.path)

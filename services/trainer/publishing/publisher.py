@@ -69,8 +69,7 @@ class Publisher:
                     published = await self._broadcaster.publish(job, request, others, failed)
                     if job.engine.is_lora and others and all(client.replica_id in failed for client in others):
                         log.warning(
-                            "no replica got the adapter by broadcast; sending a blob",
-                            extra={"job": job.job_id},
+                            "no replica got the adapter by broadcast; sending a blob", extra={"job": job.job_id}
                         )
                         by_blob, others = True, await _answering(others, failed)
                         published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))

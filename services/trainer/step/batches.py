@@ -117,11 +117,7 @@ def _shuffled(items: list[T], spec: JobSpec, step: int) -> list[T]:
 
 
 def _redealt(
-    updates: Sequence[Update],
-    keys: Sequence[Key],
-    spec: JobSpec,
-    path: tuple[int, int],
-    unit_of: Mapping[int, Unit],
+    updates: Sequence[Update], keys: Sequence[Key], spec: JobSpec, path: tuple[int, int], unit_of: Mapping[int, Unit]
 ) -> tuple[Update, ...]:
     """The same numbers of each rank's units in each update. `path`: step and pass."""
     keeps_batches = spec.trainer.deterministic and spec.records_steps
