@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.losses import reference_kl
+from flowfleet.algorithms.matching.losses import MatchingOutput
 from flowfleet.algorithms.settings import DistillationSettings
 
 
@@ -29,16 +30,7 @@ class DistillationRows:
     """(B,) of the whole step, the same for both."""
 
 
-@dataclass(frozen=True, slots=True)
-class DistillationOutput:
-    """Losses of a micro-batch and its charted statistics."""
-
-    loss: Tensor
-    """(B,) with gradient."""
-    sums: dict[str, Tensor]
-    """Metric name to its 0-d sum over the rows, without gradient."""
-
-
+DistillationOutput = MatchingOutput
 DistillationLoss = Callable[[DistillationRows, Any], DistillationOutput]
 """Computes the loss of B rows, all on one device, with the job's settings."""
 

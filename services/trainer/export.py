@@ -224,7 +224,7 @@ def _write_transformer(
     rest = dict(kind.untouched(engine.folder, engine.experts[component]))
     others = weights.make_buckets(weights.specs_of(rest), SHARD_BYTES)
     places: dict[str, str] = {}
-    total = 0
+    count, total = len(shards) + len(others), 0
     for number, shard in enumerate([*shards, *others]):
         state: dict[str, Tensor] = {}
         for spec in shard.parameters:
@@ -232,17 +232,15 @@ def _write_transformer(
                 state |= {name: part.cpu().contiguous() for name, part in kind.stored(spec.name, next(tensors)[1])}
             else:
                 state[spec.name] = rest[spec.name]
-        file = _shard_name(layout.stem, number, len(shards) + len(others))
+        file = (
+            f"{layout.stem}-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else f"{layout.stem}.safetensors"
+        )
         places |= dict.fromkeys(state, file)
         total += sum(tensor.nbytes for tensor in state.values())
         _save(state, folder / file)
-    if len(shards) + len(others) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / layout.index_file).write_text(json.dumps(index), encoding="utf-8")
-
-
-def _shard_name(stem: str, number: int, count: int) -> str:
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _link_base(engine: Engine, path: Path) -> None:

@@ -10,7 +10,6 @@ from flowfleet.algorithms.settings import DistillationSettings, GradientSettings
 
 _DISTILLATION = "flowfleet.algorithms.distillation"
 _GRADIENT = "flowfleet.algorithms.reward_gradient"
-_ODE = {"rollout.noise.eta": 0.0}
 
 
 class ReflSettings(GradientSettings):
@@ -92,7 +91,7 @@ for _algorithm in (
         "https://arxiv.org/abs/2509.06942",
         "Follows the gradient of a reward at any noise level, by images that known noise was added to.",
         loss="srpo",
-        defaults=_ODE,
+        defaults={"rollout.noise.eta": 0.0},
     ),
 ):
     register_algorithm(_algorithm)

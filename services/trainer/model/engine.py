@@ -134,7 +134,10 @@ class Engine:
                 own = {name: part for name, part in self.trained.items() if name.startswith(f"{component}.")}
                 self._replicated[component] = ReplicatedAdapter(expert, own, self.ranks, self.dtype)
             self.trained = {name: m for whole in self._replicated.values() for name, m in whole.masters.items()}
-        teachers = {name: self._read(start) for name, start in self._teachers.items()}
+        teachers = {}
+        for name, start in self._teachers.items():  # through the trained parameters, whose own values come after this
+            start.fill(self.trained, self.ranks)
+            teachers[name] = {key: local(parameter).clone() for key, parameter in self.trained.items()}
         if self.is_lora:
             self._start_adapter()
         self.decoder = self._decoder() if self.spec.trains_on_gradients else None
@@ -234,12 +237,6 @@ class Engine:
         opened = open_adapter(Path(teacher.adapter), list(self.experts), f"algorithm.teachers.{name}.adapter")
         opened.check(lora.named_adapter_parameters(self.experts), lora_spec(self.spec))
         return opened
-
-    def _read(self, start: WarmStart) -> dict[str, Tensor]:
-        """Collective. Reads an adapter's shards, fp32, through the trained parameters, whose own values come after
-        this."""
-        start.fill(self.trained, self.ranks)
-        return {name: local(parameter).clone() for name, parameter in self.trained.items()}
 
     def _start_adapter(self) -> None:
         """Fills the adapter from `model.adapter`, if named. Else each rank draws all of it and keeps its own shards."""

@@ -22,7 +22,6 @@ from torch import Tensor
 from flowfleet.algorithms.reward_gradient import Wish, with_words
 from flowfleet.data.lineage import digest_of, follow
 from flowfleet.job.spec import JobSpec
-from flowfleet.models.settings import Size
 from flowfleet.proto.trainer_pb2 import GroupPrompt, TrainStepRequest
 from flowfleet.rewards.failures import RewardUnavailable, at
 from flowfleet.rewards.gradients import PixelInput, Pixels, num_decoded_together
@@ -84,7 +83,10 @@ class RewardGradients:
         known = [self._store.get(name) for name in names]
         new = [index for index, row in enumerate(known) if row is None]
         if new:
-            parts = [part for part in _together(len(rows), self._spec.rollout.size) if not set(part).isdisjoint(new)]
+            # rows go together whatever is known of them: a step that is applied again computes the same
+            step = num_decoded_together(self._spec.rollout.size)
+            parts = [range(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
+            parts = [part for part in parts if not set(part).isdisjoint(new)]
             with torch.no_grad():
                 decoded = [self._decoded(image[part.start : part.stop]).cpu() for part in parts]
             pixels = dict(zip(chain.from_iterable(parts), chain.from_iterable(decoded), strict=True))
@@ -175,12 +177,6 @@ class RewardGradients:
 
     def _prompt(self, row: int) -> GroupPrompt:
         return self._prompts[self._request.samples[row].sample.id.group]
-
-
-def _together(num: int, size: Size) -> list[range]:
-    """Rows that are decoded together, whatever is known of them: so a step that is applied again computes the same."""
-    step = num_decoded_together(size)
-    return [range(start, min(start + step, num)) for start in range(0, num, step)]
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from flowfleet.process.telemetry import Timings
 from services.trainer.model.policies import Policy, needs_reference
 from services.trainer.step.inputs import Batch, FinalBatch
 from services.trainer.step.objectives.base import Forward, StepInputs, velocity
-from services.trainer.step.objectives.draws import Interval, draws_of
+from services.trainer.step.objectives.draws import draws_of
 
 
 @dataclass
@@ -64,8 +64,9 @@ class MatchingObjective:
                 self._add_velocities("old")
 
     def forwards(self, update: int) -> list[Forward]:
+        intervals = [self._draws.interval(update, self._drawn_round(k)) for k in range(self.num_rounds)]
         components = [
-            self._component(self._draws.interval(update, self._drawn_round(k))) for k in range(self.num_rounds)
+            self._engine.component(torch.tensor([1000 * level for level in interval])) for interval in intervals
         ]
         return [
             Forward(item.batch, component, partial(self._losses, item, k))
@@ -117,6 +118,3 @@ class MatchingObjective:
     def _velocity(self, item: _Item, noise: Tensor, sigma: Tensor) -> Tensor:
         clean = item.batch.clean
         return velocity(self._engine, noisy(clean, noise, sigma.to(clean.device)), 1000 * sigma, item.batch)
-
-    def _component(self, interval: Interval) -> str:
-        return self._engine.component(torch.tensor([1000 * level for level in interval]))

@@ -93,7 +93,7 @@ class PolicyObjective(RatioObjective):
 
     def _losses(self, batch: StepsBatch, k: int, *, is_first: bool) -> Tensor:
         """(B,) with gradient. `is_first`: the weights are those before the step."""
-        result = self._forward(batch, k)
+        result = stored_step(self._engine, batch, k, self._steps[k])
         if is_first and self._known.of("old_log_prob", batch, k) is None:
             self._totals.add_gap(batch, k, result.log_prob)
         rows = self._rows(batch, k, result)
@@ -143,8 +143,4 @@ class PolicyObjective(RatioObjective):
         return correction
 
     def _forwards(self, batch: StepsBatch) -> list[StepResult]:
-        return [self._forward(batch, k) for k in range(len(self._steps))]
-
-    def _forward(self, batch: StepsBatch, k: int) -> StepResult:
-        """The k-th noisy step of the active policy."""
-        return stored_step(self._engine, batch, k, self._steps[k])
+        return [stored_step(self._engine, batch, k, step) for k, step in enumerate(self._steps)]
