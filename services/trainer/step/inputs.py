@@ -88,7 +88,7 @@ class Reader(ABC):
         self._samples: Sequence[TrainSample] = ()
         self._records: dict[int, Any] = {}
         self._prompts: dict[str, Any] = {}
-        """By the digests of their blobs."""
+        """Digest of a blob to what it holds."""
 
     def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
         """Raises NotFound or DataLoss naming the first sample whose blob is gone or broken."""
