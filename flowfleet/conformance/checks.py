@@ -39,11 +39,13 @@ class Check:
     needs: tuple[str, ...]
     """Checks that must not have failed."""
     ask: Ask
+    is_last: bool = False
+    """Asked after those of every module: about all scores, or the service after all calls."""
 
 
-def check(name: str, rule: str, *needs: str) -> Callable[[Ask], Check]:
+def check(name: str, rule: str, *needs: str, is_last: bool = False) -> Callable[[Ask], Check]:
     """Makes a check of a coroutine function."""
-    return lambda ask: Check(name, rule, needs, ask)
+    return lambda ask: Check(name, rule, needs, ask, is_last)
 
 
 def require(holds: object, message: str) -> None:

@@ -119,16 +119,3 @@ async def stable(session: Session) -> str | None:
             changed = [name for name in fields if getattr(again, name) != getattr(session.described, name)]
             require(False, f"changed between calls: {', '.join(changed)}")
     return None
-
-
-CHECKS = (
-    reachable,
-    health,
-    describe,
-    contract,
-    modalities,
-    score_range,
-    component_names,
-    batch_limit,
-    stable,
-)

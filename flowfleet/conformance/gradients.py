@@ -152,9 +152,6 @@ async def large(session: Session) -> str | None:
     return f"{pixels.nbytes / 1e6:.1f} MB each"
 
 
-CHECKS = (not_promised, promised, given, right, alone, as_score, broken, large)
-
-
 async def _compare(session: Session, sample: PixelInput, scored: _Gradient, part: Pixels, name: str) -> str:
     """Raises Fault unless the score rises along `part` as the gradient says, at the best of the steps."""
     direction = part / np.abs(part).max()

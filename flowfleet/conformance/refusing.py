@@ -52,6 +52,3 @@ async def unknown_param(session: Session) -> str | None:
     if _PARAM not in message:
         raise Remark(f"the message does not name the parameter: {message}")
     return message
-
-
-CHECKS = (too_many, duplicate_ids, empty_id, empty_call, unknown_param)

@@ -21,7 +21,7 @@ from flowfleet.conformance.checks import (
     said,
 )
 from flowfleet.conformance.session import GROUP, Session, by_id
-from flowfleet.proto.reward_pb2 import RewardSample, RewardScore, ScoreRequest, ScoreResponse
+from flowfleet.proto.reward_pb2 import RewardScore, ScoreRequest, ScoreResponse
 from flowfleet.rewards.requests import SERVICE_NAME
 
 ONE, EACH, SAME, ORDER = "one sample", "each id once", "same again", "order and company"
@@ -38,9 +38,7 @@ async def one_sample(session: Session) -> str | None:
     try:
         response = await session.score(samples)
     except grpc.aio.AioRpcError as error:
-        raise Fault(
-            f"{said(error)}; give --prompt, --metadata, --param or --image of the kind that it scores"
-        ) from None
+        raise Fault(f"{said(error)}; {_KIND}") from None
     session.given.extend(response.scores)
     scores = by_id(response.scores)
     require(samples[0].sample_id in scores, f"sample {samples[0].sample_id!r} is missing in the answer")
@@ -71,10 +69,7 @@ async def each_id_once(session: Session) -> str | None:
     count = session.full_batch
     samples = [session.sample(index, name) for index, name in enumerate(odd_names(count))]
     ids = [sample.sample_id for sample in samples]
-    try:
-        response = await session.score(samples)
-    except grpc.aio.AioRpcError as error:
-        raise Fault(said(error)) from None
+    response = await session.score(samples)
     session.given.extend(response.scores)
     answered = Counter(score.sample_id for score in response.scores)
     missing = [name for name in ids if not answered[name]]
@@ -133,14 +128,14 @@ def compare(session: Session, indices: list[int], scores: dict[str, RewardScore]
         require(same, f"{name!r}: {outcome(score)}, before {expected:g}")
 
 
-@check("finite", "no score is NaN or infinite: such a sample gets an error", ONE)
+@check("finite", "no score is NaN or infinite: such a sample gets an error", ONE, is_last=True)
 async def finite(session: Session) -> str | None:
     for given in session.given:
         require(math.isfinite(given.score), f"{given.sample_id!r}: {outcome(given)}")
     return f"{len(session.given)} scores"
 
 
-@check("in range", "scores are between score_min and score_max", ONE, "score range")
+@check("in range", "scores are between score_min and score_max", ONE, "score range", is_last=True)
 async def in_range(session: Session) -> str | None:
     low, high = session.described.score_min, session.described.score_max
     slack = session.options.tolerance * max(1.0, *(abs(end) for end in (low, high) if math.isfinite(end)), 0.0)
@@ -156,7 +151,7 @@ async def in_range(session: Session) -> str | None:
     return f"{min(values):.4g} to {max(values):.4g}"
 
 
-@check("components", "components are finite, and among those that Describe names", ONE)
+@check("components", "components are finite, and among those that Describe names", ONE, is_last=True)
 async def components(session: Session) -> str | None:
     named = set(session.described.components)
     for given in session.given:
@@ -193,7 +188,7 @@ async def unicode(session: Session) -> str | None:
         sample.prompt += " — 漢字, العربية, עברית, हिन्दी, 🎨👩‍👩‍👧, e\u0301, \u202eabc\u202c, tab\tand\nline"
         sample.metadata["ключ 🔑"] = "значение\n☃"
         sample.metadata["empty"] = ""
-    await _answered(session, samples)
+    require_scores(await session.scores(samples), [samples[0].sample_id])
     return None
 
 
@@ -218,20 +213,9 @@ async def newer_fields(session: Session) -> str | None:
         request_serializer=lambda sent: sent.SerializeToString() + _UNKNOWN_FIELD,
         response_deserializer=ScoreResponse.FromString,
     )
-    try:
-        response = await call(request, timeout=session.options.timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise Fault(said(error)) from None
+    response = await call(request, timeout=session.options.timeout_s)
     require(response.scores, "the answer is empty")
     return None
-
-
-async def _answered(session: Session, samples: list[RewardSample]) -> None:
-    try:
-        scores = await session.scores(samples)
-    except grpc.aio.AioRpcError as error:
-        raise Fault(said(error)) from None
-    require_scores(scores, [samples[0].sample_id])
 
 
 def is_blind(session: Session) -> bool:
@@ -243,7 +227,7 @@ def is_score(*given: RewardScore) -> bool:
     return all(score.WhichOneof("outcome") == "score" and math.isfinite(score.score) for score in given)
 
 
-@check("pending", "a pending score says what it waits for, and Describe names contract 2", ONE)
+@check("pending", "a pending score says what it waits for, and Describe names contract 2", ONE, is_last=True)
 async def pending(session: Session) -> str | None:
     waiting = [given for given in session.given if given.WhichOneof("outcome") == "pending"]
     if not waiting:
@@ -255,16 +239,4 @@ async def pending(session: Session) -> str | None:
     return f"{len(waiting)} of {len(session.given)} scores"
 
 
-CHECKS = (
-    one_sample,
-    full_batch,
-    each_id_once,
-    same_again,
-    order,
-    groups,
-    unicode,
-    long_prompt,
-    newer_fields,
-)
-LAST = (finite, in_range, components, pending)
 """Checks of all scores that other checks received."""

@@ -106,7 +106,7 @@ async def _other(session: Session, name: str, is_taken: bool, make: Callable[[in
     """Sends a medium of another modality than the suite's and returns the outcome."""
     if not is_taken:
         return f"{name}: {await _one_bad(session, make(0))}"
-    samples = [session.with_media(sample, make(index)) for index, sample in _numbered(session)]
+    samples = [session.with_media(sample, make(index)) for index, sample in enumerate(session.samples(session.few))]
     scores = await session.scores(samples)
     require_scores(scores, [samples[0].sample_id])
     return f"{name}: {outcome(scores[samples[0].sample_id])}"
@@ -114,10 +114,6 @@ async def _other(session: Session, name: str, is_taken: bool, make: Callable[[in
 
 def _is_own(session: Session, make: Callable[[int], media.Media]) -> bool:
     return make(0)[1].partition("/")[0] == session.media(0)[1].partition("/")[0]
-
-
-def _numbered(session: Session) -> list[tuple[int, RewardSample]]:
-    return list(enumerate(session.samples(session.few)))
 
 
 def _require_pictures(session: Session) -> None:
@@ -170,6 +166,3 @@ async def _lives(session: Session) -> None:
     except grpc.aio.AioRpcError as error:
         raise Fault(f"the next call ended with {said(error)}") from None
     require_scores(scores, [samples[0].sample_id])
-
-
-CHECKS = (broken, truncated, unknown_type, huge, big, jpeg, large_call, other_modality)

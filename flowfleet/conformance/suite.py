@@ -9,23 +9,18 @@ from typing import Final
 
 import grpc.aio
 
-from flowfleet.conformance import describing, gradients, large, load, refusing, scoring, sending
+from flowfleet.conformance import describing, gradients, load, refusing, scoring, sending
 from flowfleet.conformance.checks import Check, Fault, Remark, Skip, said
 from flowfleet.conformance.report import Report, Result, Service, Status
 from flowfleet.conformance.session import Options, Session, open_channel
 from flowfleet.proto.reward_pb2 import Modality
 
-CHECKS: Final[tuple[Check, ...]] = (
-    *describing.CHECKS,
-    *scoring.CHECKS,
-    *large.CHECKS,
-    *refusing.CHECKS,
-    *sending.CHECKS,
-    *gradients.CHECKS,
-    *load.CHECKS,
-    *scoring.LAST,
-    *load.LAST,
+_MODULES: Final = (describing, scoring, refusing, sending, gradients, load)
+CHECKS: Final = sorted(
+    (found for module in _MODULES for found in vars(module).values() if isinstance(found, Check)),
+    key=lambda found: found.is_last,
 )
+"""In the order of their definition."""
 _CALLS_OF_A_CHECK: Final = 4
 """Timeouts of a call that a whole check may take."""
 _KINDS: Final = {
