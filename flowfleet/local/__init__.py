@@ -6,8 +6,6 @@
     stack.py       the state directory: stack.json, the lock of its live supervisor, process records
     processes.py   finding and ending every process of a stack, trainers and orphans too
     health.py      when a process serves, and when it still answers
-    checkups.py    asks every process again and again, so that one that hangs is killed
-    forking.py     the process that rollouts and trainers are forked from
     supervisor.py  starts everything at once, announces when all serve, restarts what dies or hangs, stops in order
     watchdog.py    ends the stack when its supervisor was killed without a chance to do so
     session.py     the stack as a context manager, and `up --detach`

@@ -6,14 +6,33 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from flowfleet.backoff import backoff_s
 from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.stack import RunningProcess, StateDir
-from flowfleet.local.supervision.restarts import Backoff
 from flowfleet.process.forks import FORK_S, FORK_SERVER, IMPORTS_S, Address
 from flowfleet.process.started import StartedProcess
 from flowfleet.rpc.kinds import without_own
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 15.0
+STABLE_AFTER_S = 30.0
+"""A process that ran this long starts over with the shortest delay."""
+
+
+@dataclass
+class Backoff:
+    """Doubles the delay each time a process dies young."""
+
+    failures: int = 0
+
+    def after(self, ran_for_s: float) -> float:
+        """Seconds to wait before the next start of a process that ran for `ran_for_s`."""
+        self.failures = 1 if ran_for_s >= STABLE_AFTER_S else self.failures + 1
+        return backoff_s(self.failures, FIRST_DELAY_S, LONGEST_DELAY_S)
+
 
 MAX_MISSED = 6
 """Questions in a row without a good answer, after which a process hangs."""

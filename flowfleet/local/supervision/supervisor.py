@@ -2,33 +2,33 @@
 
 A loop looks at every process a few times a second. While the stack starts, a process that ends is an error, told with
 the end of its log; afterwards it is started again, on the same port, with growing delays. From then on each is asked
-whether it still answers (checkups.py), and killed when it hangs.
+whether it still answers, and killed when it hangs.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flowfleet.local.plan import Plan, ProcessPlan, found_out_s
-from flowfleet.local.stack import Stack, StackError, StateDir
-from flowfleet.local.supervision.checkups import Alive, start_checkups
-from flowfleet.local.supervision.child import Child
+from flowfleet.local.stack import MARK, Stack, StackError, StateDir
+from flowfleet.local.supervision.child import MAX_MISSED, Child
 from flowfleet.local.supervision.cleanup import end_stack
-from flowfleet.local.supervision.forking import StackForks
 from flowfleet.local.supervision.health import is_alive, serves
 from flowfleet.local.supervision.watchdog import dismiss, start_watchdog
+from flowfleet.process.commands import ROLLOUT, TRAINER, forkserver_command
+from flowfleet.process.forks import Address, ForkServer, fork_environment
 from flowfleet.process.pulse import HANG_S
+from flowfleet.rpc.kinds import without_own
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 START_TIMEOUT_S = 900.0
-
-Probe = Callable[[ProcessPlan, Plan], bool]
 
 
 class Supervisor:
@@ -38,17 +38,13 @@ class Supervisor:
         self,
         plan: Plan,
         state: StateDir,
-        probe: Probe = serves,
-        alive: Alive = is_alive,
         *,
         start_timeout_s: float = START_TIMEOUT_S,
         hang_s: float = HANG_S,
     ) -> None:
         self._plan = plan
         self._state = state
-        self._probe = probe
         self._start_timeout_s = start_timeout_s
-        self._alive = alive
         self._hang_s = hang_s
         self._forks = StackForks(plan, state)
         self._children = [Child(process, state, start_timeout_s, self._forks.address) for process in plan.processes]
@@ -64,7 +60,7 @@ class Supervisor:
             self._start(stop)
             if not stop.is_set():
                 on_ready(self._publish())
-            start_checkups(self._children, self._plan, self._alive, found_out_s(self._hang_s), stop)
+            start_checkups(self._children, self._plan, found_out_s(self._hang_s), stop)
             self._keep(stop)
         finally:
             stop.set()
@@ -89,7 +85,7 @@ class Supervisor:
         code = child.exit_code()
         if code is not None:
             raise StackError(self._complaint(child, f"ended with code {code} while the stack started"))
-        child.healthy = self._probe(child.plan, self._plan)
+        child.healthy = serves(child.plan, self._plan)
 
     def _keep(self, stop: threading.Event) -> None:
         is_published = True
@@ -125,3 +121,53 @@ class Supervisor:
     def _complaint(self, child: Child, what: str) -> str:
         name = child.plan.name
         return f"{name} {what}; the end of {self._state.log(name)}:\n{self._state.log_tail(name)}"
+
+
+def start_checkups(children: Iterable[Child], plan: Plan, found_out_s: float, stop: threading.Event) -> None:
+    """Checks processes until `stop` is set. Detecting one that does not answer takes `found_out_s`.
+
+    A thread for each process, since a question to a process that hangs takes its whole deadline. What is counted are
+    questions in a row without a good answer, not seconds: a supervisor that was suspended itself counts no failure.
+    """
+    for child in children:
+        given = (child, plan, found_out_s / MAX_MISSED, stop)
+        threading.Thread(target=_check, args=given, name="checkup", daemon=True).start()
+
+
+def _check(child: Child, plan: Plan, every_s: float, stop: threading.Event) -> None:
+    """Asks every `every_s`, which is also how long an answer may take."""
+    asked_s = 0.0
+    while not stop.wait(max(0.0, every_s - asked_s)):
+        began, pid = time.monotonic(), child.pid
+        child.checked(pid, is_alive(child.plan, plan, every_s))
+        asked_s = time.monotonic() - began
+
+
+class StackForks:
+    """Owns the server, unless FLOWFLEET_FORK_SERVER names one. A stack without rollouts to fork has none."""
+
+    def __init__(self, plan: Plan, state: StateDir) -> None:
+        self._shared = Address.from_environ()
+        self._state = state
+        own = self._shared is None and any(_forks_rollout(process) for process in plan.processes)
+        command = forkserver_command(sys.executable, ROLLOUT, TRAINER)
+        self._server = ForkServer(command, self._environment, state.log("forkserver")) if own else None
+
+    def address(self) -> Address | None:
+        """The server; None while another one, in place of one that has ended, imports."""
+        if self._server is None:
+            return self._shared
+        had_one, is_same = self._server.address is not None, self._server.runs
+        address = self._server.ensure()
+        return address if is_same or not had_one else None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _environment(self) -> dict[str, str]:
+        return fork_environment({**without_own(os.environ), MARK: str(self._state.path)})
+
+
+def _forks_rollout(process: ProcessPlan) -> bool:
+    return process.forks and process.argv[:3] == (sys.executable, "-m", ROLLOUT)

@@ -1,4 +1,4 @@
-from flowfleet.local.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S, Backoff
+from flowfleet.local.supervision.child import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S, Backoff
 
 
 def test_delays_double_up_to_the_longest_and_start_over_after_a_stable_run() -> None:
