@@ -14,7 +14,7 @@ from flowfleet.api.jobs import Checkpoint, JobEvent, JobStatus
 from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
 from flowfleet.client.connection import DEFAULT_URL
-from flowfleet.client.sse import EventParser, ServerSentEvent
+from flowfleet.client.transport import EventParser, ServerSentEvent
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
 from services.controller.store.records import SampleRecord
