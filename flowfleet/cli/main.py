@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -140,7 +141,7 @@ def up(
         data_urls=tuple(data_url or ()),
         data_networks=tuple(data_network or ()),
         hub_models=tuple(hub_model or ()),
-        replicas=replicas if replicas is not None else _num_rollouts(rollouts_on, sequence_parallel_size),
+        replicas=replicas if replicas is not None else max(1, len(rollouts_on or ()) // sequence_parallel_size),
         rewards=tuple(reward or ("ocr",)),
         model=None if model is None else _model(model),
         dtype=dtype,
@@ -202,6 +203,16 @@ def demo(
 # -- jobs ------------------------------------------------------------------------------------------------------------
 
 
+def _steering(act: Callable[[Client, str], Job], text: str) -> None:
+    """Adds a command that asks something of one job, named as the client's method."""
+
+    def command(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
+        with connect(url, ca) as client:
+            views.say(act(client, client.find(job_id).id), json_)
+
+    app.command(act.__name__, help=text)(command)
+
+
 @app.command()
 def submit(
     file: Annotated[
@@ -232,12 +243,12 @@ def submit(
             raise ValueError("--check and --dry-run ask no controller: give a job file, and leave --from out")
         spec = prepare_job(file, set_ or (), same_machine=True)
         if check:
-            from flowfleet.cli.submission.check_data import check_data, show_data
+            from flowfleet.cli.submission import check_data, show_data
 
             found = check_data(spec)
             tell(found, json_, lambda: show_data(found, out))
         else:
-            from flowfleet.cli.submission.dry_run import explain, show
+            from flowfleet.cli.submission import explain, show
 
             explained = explain(spec)
             tell(explained, json_, lambda: show(explained, out))
@@ -328,39 +339,19 @@ app.command("check-reward")(check_reward)
 app.command("try-reward")(try_reward)
 
 
-@app.command()
-def cancel(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-    """Stop a job for good; its files stay."""
-    with connect(url, ca) as client:
-        views.say(client.cancel(client.find(job_id).id), json_)
-
-
-@app.command()
-def pause(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-    """Pause a job: running commands end, no others start. Other jobs of its pool wait behind it."""
-    with connect(url, ca) as client:
-        views.say(client.pause(client.find(job_id).id), json_)
-
-
-@app.command()
-def resume(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-    """Resume a paused job."""
-    with connect(url, ca) as client:
-        views.say(client.resume(client.find(job_id).id), json_)
-
-
+_steering(Client.cancel, "Stop a job for good; its files stay.")
+_steering(Client.pause, "Pause a job: running commands end, no others start. Other jobs of its pool wait behind it.")
+_steering(Client.resume, "Resume a paused job.")
 app.command("eval")(evaluation.evaluate_models)
-app.command()(models.finish)
+_steering(Client.finish, "End a job now and keep its model: validated, saved and exported as at its planned end.")
 app.command()(models.extend)
 app.command()(models.export)
 app.command()(models.push)
 
 
-@app.command()
-def delete(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-    """Remove an ended job and its history; its checkpoints and models stay, and so does its archive."""
-    with connect(url, ca) as client:
-        views.say(client.delete(client.find(job_id).id), json_)
+_steering(
+    Client.delete, "Remove an ended job and its history; its checkpoints and models stay, and so does its archive."
+)
 
 
 @app.command()
@@ -397,10 +388,6 @@ def _model(written: str) -> str:
 
 def _devices(text: str) -> tuple[str, ...] | None:
     return None if text == "auto" else tuple(name.strip() for name in text.split(","))
-
-
-def _num_rollouts(devices: tuple[str, ...] | None, each: int) -> int:
-    return 1 if devices is None else max(1, len(devices) // each)
 
 
 def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:

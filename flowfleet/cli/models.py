@@ -18,12 +18,6 @@ from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
 Step = Annotated[int | None, typer.Option(min=0, help="A kept checkpoint's; default: the longest trained model.")]
 
 
-def finish(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-    """End a job now and keep its model: validated, saved and exported as at its planned end."""
-    with connect(url, ca) as client:
-        views.say(client.finish(client.find(job_id).id), json_)
-
-
 def extend(
     job_id: JobId,
     steps: Annotated[int, typer.Option(min=1, help="Training steps in all.")],

@@ -105,7 +105,7 @@ def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int
         heading = f"Where the scorers disagree most{where}"
         remark, picked = _disagreeing(client, job, num, purpose, step)
     else:
-        from flowfleet.cli.samples.picks import picks
+        from flowfleet.cli.samples.page import picks
 
         extreme = "lowest" if kind == "worst" else "highest"
         heading = f"The {extreme} rewards{where}"

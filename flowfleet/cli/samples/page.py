@@ -11,6 +11,7 @@ import base64
 import html
 import re
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,3 +280,18 @@ def _scale(values: Sequence[float]) -> tuple[float, float]:
 def _fraction(value: float, scale: tuple[float, float]) -> float:
     low, high = scale
     return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def picks(samples: Iterable[Sample], num: int, *, best: bool) -> list[Sample]:
+    """Picks at most `num` of the samples that have a reward, in the order to show them."""
+    steps: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            steps[sample.step].append(sample)
+    rounds: dict[int, list[Sample]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for step in sorted(steps, reverse=True):
+        for sample in sorted(steps[step], key=lambda item: item.reward or 0.0, reverse=best):
+            rounds[seen[sample.prompt]].append(sample)
+            seen[sample.prompt] += 1
+    return [sample for turn in sorted(rounds) for sample in rounds[turn]][:num]

@@ -12,7 +12,7 @@ from pydantic import Field
 from flowfleet.algorithms.losses import Limits, LossOutput, PolicyRows, flow_grpo, limits
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import PolicySettings
-from flowfleet.cli.submission.dry_run import explain
+from flowfleet.cli.submission import explain
 from flowfleet.job.reference import find, settings
 from flowfleet.job.spec import JobSpec, parse_job
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfleet.api.samples import Sample
-from flowfleet.cli.samples.picks import picks
+from flowfleet.cli.samples.page import picks
 
 
 def sample(step: int, prompt: str, index: int, reward: float | None) -> Sample:

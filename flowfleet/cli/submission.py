@@ -1,4 +1,5 @@
-"""Output of `flowfleet submit --dry-run`: the resolved job, and each process that a local stack would start for it."""
+"""`flowfleet submit --dry-run` shows the resolved job and each process that a local stack would start for it; `--check`
+reads its data from this machine, as the controller will when the job runs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from flowfleet.cli.views import as_yaml
 from flowfleet.hardware.accelerators import show_only
@@ -19,6 +21,7 @@ from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 from flowfleet.process.commands import TRAINER, forkserver_command, trainer_flags
+from flowfleet.prompts.stores import read_prompts
 from flowfleet.scorers import without_settings
 
 
@@ -79,3 +82,32 @@ def _plan(options: StackOptions, placement: Placement) -> Plan:
 def _print(console: Console, text: str) -> None:
     """Prints the text unchanged: command lines and settings are not markup and must not wrap."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+_SHOWN = 100
+
+
+def check_data(spec: JobSpec) -> list[dict[str, Any]]:
+    """Number, first prompt and metadata of each data set. Raises ValueError with all that is wrong."""
+    problems, files = [], []
+    for setting, source, columns in spec.data_files:
+        try:
+            prompts = read_prompts(source, columns)
+        except ValueError as error:
+            problems.append(f"{setting}: {error}")
+            continue
+        first = prompts[0]
+        about = {"first": first.text, "metadata": list(first.metadata)}
+        files.append({"data": setting.removeprefix("data."), "prompts": len(prompts), **about})
+    if problems:
+        raise ValueError("\n".join(problems))
+    return files
+
+
+def show_data(files: Iterable[dict[str, Any]], out: Console) -> None:
+    """Prints a line or two of each data set."""
+    for file in files:
+        first = escape(repr(file["first"][:_SHOWN]))
+        out.print(f"data.{file['data']}: {file['prompts']} prompts, first {first}", highlight=False)
+        if file["metadata"]:
+            out.print(f"  metadata: {escape(', '.join(file['metadata']))}", highlight=False)

@@ -1,1 +1,0 @@
-"""Parts of `flowfleet submit`: `--check` and `--dry-run`."""
