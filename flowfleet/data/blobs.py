@@ -103,12 +103,10 @@ def open_blobs(
     return CountedBlobs(RedisBlobs(client) if url == "redis" else ThreadedBlobs(FsspecBlobs(url)), registry)
 
 
-def open_blobs_sync(
-    client: redis.Redis, url: str | None = None, registry: CollectorRegistry = REGISTRY
-) -> SyncCountedBlobs:
+def open_blobs_sync(client: redis.Redis, url: str | None = None) -> SyncCountedBlobs:
     """Opens blobs for threads; see `open_blobs`."""
     url = url or blobs_setting()
-    return SyncCountedBlobs(SyncRedisBlobs(client) if url == "redis" else FsspecBlobs(url), registry)
+    return SyncCountedBlobs(SyncRedisBlobs(client) if url == "redis" else FsspecBlobs(url), REGISTRY)
 
 
 def digest(data: bytes, chunk_bytes: int = CHUNK_BYTES) -> str:

@@ -99,7 +99,7 @@ def open_channel_with(address: str, credentials: grpc.ChannelCredentials) -> grp
     return grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors)
 
 
-def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
+def make_server(*, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
     """Creates a server without services and without an address. The token comes from the environment unless given.
 
     `guarded=False`, which `listen` needs as well, checks neither a token nor the fleet's name in a client's
@@ -111,7 +111,7 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, g
     guard = Guard(callers, name)
     options = _SERVER_OPTIONS if guarded else _OPEN_OPTIONS
     traced = calls.of_server() if guarded else []
-    return grpc.aio.server(interceptors=[guard, *traced, *interceptors], options=options)
+    return grpc.aio.server(interceptors=[guard, *traced], options=options)
 
 
 class HealthState:

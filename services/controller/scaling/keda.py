@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
@@ -29,7 +29,6 @@ from services.controller.concurrency import end, wait
 from services.controller.fleet.directory import Directory
 from services.controller.scaling.demand import Component, DemandHash, Name, at_least
 from services.controller.store.changes import listen
-from services.controller.store.records import JobRecord
 from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -102,16 +101,13 @@ class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         """Raises NotFound for unknown names that no job needs, Unavailable without Redis."""
         try:
             wanted, fresh = await self._hash.read()
-            least = {} if fresh else at_least(await self._active())
+            least = {} if fresh else at_least(await self._store.jobs.unended())
         except RedisError as error:
             raise Unavailable(f"Redis does not answer: {error}") from None
         found = [demands[name].replicas for demands in (wanted, least) if name in demands]
         if not found and not self._knows(*name):
             raise NotFound(f"the fleet has no {name[0]} {name[1]!r}: correct the trigger's metadata")
         return max(found, default=0)
-
-    async def _active(self) -> Sequence[JobRecord]:
-        return await self._store.jobs.unended()
 
     def _knows(self, component: Component, name: str) -> bool:
         if component == "reward":
@@ -136,7 +132,7 @@ def _name(request: pb.ScaledObjectRef) -> Name:
 
 
 @asynccontextmanager
-async def serve_scaler(scaler: Scaler, host: str, port: int, grace_s: float = 1.0) -> AsyncIterator[str]:
+async def serve_scaler(scaler: Scaler, host: str, port: int) -> AsyncIterator[str]:
     """Gives host:port. Raises Unavailable when the port is taken."""
     server = rpc.make_server(guarded=False)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(scaler, server)
@@ -148,4 +144,4 @@ async def serve_scaler(scaler: Scaler, host: str, port: int, grace_s: float = 1.
         yield address
     finally:
         await scaler.stop()
-        await server.stop(grace_s)
+        await server.stop(1.0)
