@@ -43,7 +43,76 @@ class Held(Protocol):
 Adapter = TypeVar("Adapter", bound=Held)
 
 
-class LocalEngine(RolloutEngine, Generic[Adapter]):
+class ThreadedEngine(RolloutEngine):
+    """Runs whatever touches the model on one thread."""
+
+    def __init__(self, device: torch.device, max_batch: int, threads: int | None, pulse: Pulse | None) -> None:
+        self.device = device
+        self.pulse = pulse or Pulse(shared=True)
+        self._max_batch, self._threads = max_batch, threads
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
+        self._model: ModelSpec | None = None
+        self._lora: LoraSpec | None = None
+
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
+
+    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        await self._run(self.pulse.work("adapter"), self._load_adapter, state)
+
+    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        """The group's own deadline ends it, so it is given its time here."""
+        await self._run(self.pulse.work("receive", patient=True), self._receive, member, buckets)
+
+    async def verify(self, hashes: Mapping[str, int]) -> str:
+        return await self._run(self.pulse.work("verify"), self._verify, hashes)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    def _run(
+        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Calls a function there, inside `work`."""
+
+        def watched() -> T:
+            with work:
+                return function(*args, **kwargs)
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, watched)
+
+    # On the engine's thread -------------------------------------------------------------------------------------------
+
+    def _set_up_thread(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        if self.device.index is not None:
+            devices.bind(self.device)
+
+    @abstractmethod
+    def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None: ...
+
+    @abstractmethod
+    def _load_adapter(self, state: Mapping[str, Tensor]) -> None: ...
+
+    @abstractmethod
+    def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None: ...
+
+    @abstractmethod
+    def _verify(self, hashes: Mapping[str, int]) -> str: ...
+
+    def _copy(self, member: weights.Member, buckets: Sequence[Bucket], target: Mapping[str, Tensor]) -> None:
+        """Copies what is received into `target`."""
+        copy = weights.copy_into(target)
+
+        def into(name: str, value: Tensor) -> None:
+            self.pulse.beat()
+            copy(name, value)
+
+        weights.receive(member, buckets, into)
+
+
+class LocalEngine(ThreadedEngine, Generic[Adapter]):
     """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default."""
 
     writes_tokens: ClassVar[bool]
@@ -52,20 +121,11 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
     def __init__(
         self, device: torch.device, *, max_batch: int, threads: int | None = None, pulse: Pulse | None = None
     ) -> None:
-        self.device = device
-        self.pulse = pulse or Pulse(shared=True)
-        self._max_batch = max_batch
-        self._threads = threads
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
-        self._model: ModelSpec | None = None
-        self._lora: LoraSpec | None = None
+        super().__init__(device, max_batch, threads, pulse)
         self._family: ModelFamily | None = None
         self._adapter: Adapter | None = None
         self._sampler: Any = None
         """Samples with the adapter."""
-
-    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
-        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
 
     async def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
@@ -94,26 +154,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
             if running is not None:
                 running.cancel()
 
-    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
-        await self._run(self.pulse.work("adapter"), self._load_adapter, state)
-
-    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
-        """The group's own deadline ends it, so it is given its time here."""
-        await self._run(self.pulse.work("receive", patient=True), self._receive, member, buckets)
-
-    async def verify(self, hashes: Mapping[str, int]) -> str:
-        return await self._run(self.pulse.work("verify"), self._verify, hashes)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-
     # On the engine's thread -------------------------------------------------------------------------------------------
-
-    def _set_up_thread(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        if self.device.index is not None:
-            devices.bind(self.device)
 
     def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         if self._adapter is None or self._model != model:
@@ -188,13 +229,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
         weights.require_every_weight(live, buckets)
         if self._lora is None:
             self._model = None  # The base differs from the disk: the next job loads it again.
-        copy = weights.copy_into(live)
-
-        def into(name: str, value: Tensor) -> None:
-            self.pulse.beat()
-            copy(name, value)
-
-        weights.receive(member, buckets, into)
+        self._copy(member, buckets, live)
 
     def _verify(self, hashes: Mapping[str, int]) -> str:
         digest = weights.verify(self._live_weights(), hashes)
@@ -212,19 +247,6 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
     def _loaded(self) -> Adapter:
         assert self._adapter is not None, "prepare comes first"
         return self._adapter
-
-    # The thread itself ------------------------------------------------------------------------------------------------
-
-    def _run(
-        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[T]:
-        """Calls a function there, inside `work`."""
-
-        def watched() -> T:
-            with work:
-                return function(*args, **kwargs)
-
-        return asyncio.get_running_loop().run_in_executor(self._thread, watched)
 
 
 def load_format(model: ModelSpec) -> LoadFormat:

@@ -8,7 +8,8 @@ bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from services.rollout.engines.base import GenerationRequest, Sampling
-from services.rollout.engines.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Encoded:
 
 
 class PromptEncoder:
-    """Keeps prompts that it has encoded, without images, for later requests (prompt_cache.py)."""
+    """Keeps prompts that it has encoded, without images, for later requests."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter: Any = adapter
@@ -110,3 +110,42 @@ def timed(device: torch.device) -> Iterator[list[float]]:
     yield seconds
     devices.synchronize(device)
     seconds.append(time.perf_counter() - start)
+
+
+CACHE_BYTES = 2**30
+"""Host memory for encoded prompts of a replica: about 1,000 of Qwen-Image's, or 250 of FLUX's."""
+
+
+class PromptCache:
+    """Texts of one loaded model → embeds of one row, on the device of `encode`; least recently used first out."""
+
+    def __init__(self, encode: Callable[[str], PromptEmbeds], max_bytes: int = CACHE_BYTES) -> None:
+        self._encode, self._max_bytes = encode, max_bytes
+        self._rows: OrderedDict[str, PromptEmbeds] = OrderedDict()
+        self._devices: dict[str, torch.device] = {}
+        self.size_bytes = 0
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._rows
+
+    def get(self, text: str) -> PromptEmbeds:
+        """The encoded prompt. It is encoded alone, so that its bits depend on no other prompt and on no earlier
+        request."""
+        if text in self._rows:
+            self._rows.move_to_end(text)
+            return self._rows[text].to(self._devices[text])
+        row = self._encode(text)
+        self._keep(text, row)
+        return row
+
+    def _keep(self, text: str, row: PromptEmbeds) -> None:
+        self._rows[text], self._devices[text] = row.to("cpu"), row.embeds.device
+        self.size_bytes += _size(row)
+        while self.size_bytes > self._max_bytes:
+            oldest, dropped = self._rows.popitem(last=False)
+            del self._devices[oldest]
+            self.size_bytes -= _size(dropped)
+
+
+def _size(row: PromptEmbeds) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in (row.embeds, row.mask, *row.extras.values()))

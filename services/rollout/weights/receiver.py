@@ -24,9 +24,8 @@ from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_from_bytes
 from flowfleet.weights.transfer import GroupBroken, TransferMember
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.weights.attempts import Attempts
 from services.rollout.weights.binding import Binding, read_binding, read_group
-from services.rollout.weights.state import Phase, WeightState
+from services.rollout.weights.state import Attempts, Phase, WeightState
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import NoReturn
 
 from flowfleet.errors import Conflict, Unavailable
+from flowfleet.lru import LruCache
 
 
 class Phase(Enum):
@@ -171,3 +172,22 @@ class WeightState:
 
 def _named(version: int, evaluated: bool) -> str:
     return f"version {version}, evaluated weights," if evaluated else f"version {version}"
+
+
+MAX_JOBS = 64
+"""Jobs remembered: a replica serves one after the other."""
+
+
+class Attempts:
+    """The newest trainer of each job that this replica has heard of."""
+
+    def __init__(self) -> None:
+        self._newest: LruCache[str, int] = LruCache(MAX_JOBS)
+
+    def admit(self, job_id: str, attempt: int) -> None:
+        """Raises Conflict for one that is not the newest. 0 means an unknown number and is admitted."""
+        newest = self._newest.get(job_id) or 0
+        if 0 < attempt < newest:
+            raise Conflict(f"trainer {attempt} of job {job_id} was replaced by trainer {newest}: it must end")
+        if attempt > 0:
+            self._newest.put(job_id, attempt)

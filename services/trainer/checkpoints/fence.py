@@ -2,7 +2,7 @@
 
 Each trainer takes a number when it is configured, larger than any before. A trainer that was given up, stopped or cut
 off may wake while its successor runs. Its number is then not the newest: it completes no checkpoint and no export,
-replicas refuse its weights (services/rollout/weights/attempts.py), and it exits.
+replicas refuse its weights (services/rollout/weights/state.py), and it exits.
 
 It may also sleep between its last check and the action after it. So an action only ever moves the trainer's own folder,
 or moves something into it: the next trainer takes these folders away before it reads anything else.

@@ -11,7 +11,7 @@ from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.prompt_cache import PromptCache
+from services.rollout.engines.prompts import PromptCache
 from tests.services.rollout.conftest import LORA, make_request
 
 ROW_BYTES = 2 * 3 * 4 + 2

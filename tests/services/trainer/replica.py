@@ -24,7 +24,7 @@ from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.weights import weights
 from flowfleet.weights.transfer import GroupBroken, TransferMember
-from services.rollout.weights.attempts import Attempts
+from services.rollout.weights.state import Attempts
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):

@@ -12,8 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from flowfleet.hardware import devices
 from flowfleet.models.registry import family_of
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.prompts import EncodedPrompt
@@ -29,8 +26,8 @@ from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights
-from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
-from services.rollout.engines.local import copied
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest
+from services.rollout.engines.local import ThreadedEngine, copied
 from services.rollout.engines.tokens import TokenSampler
 from services.rollout.engines.vllm import launch
 from services.rollout.engines.vllm_omni.parameters import fill_dummy
@@ -55,7 +52,7 @@ class _Asked:
         self.outcomes: asyncio.Queue[GeneratedBatch | BaseException] = asyncio.Queue()
 
 
-class VllmEngine(RolloutEngine):
+class VllmEngine(ThreadedEngine):
     """`max_batch` is the most sequences of one forward; `threads` the CPU threads of torch, None for its default;
     `memory` the share of an accelerator's memory that vLLM may fill.
 
@@ -76,12 +73,8 @@ class VllmEngine(RolloutEngine):
         launch.require_installed()
         if device.index:
             raise ValueError(f"the vllm engine uses the first visible device, not {device}: make only that one visible")
-        self.device = device
-        self.pulse = pulse or Pulse(shared=True)
-        self._max_batch, self._threads, self._memory = max_batch, threads, memory
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
-        self._model: ModelSpec | None = None
-        self._lora: LoraSpec | None = None
+        super().__init__(device, max_batch, threads, pulse)
+        self._memory = memory
         self._adapter: SequenceAdapter | None = None
         """Encodes prompts and names weights; its own parameters are on the meta device."""
         self._is_thinker = False
@@ -93,9 +86,6 @@ class VllmEngine(RolloutEngine):
         self._pump: asyncio.Task[None] | None = None
         """Runs while there are requests under way, on the event loop."""
         self._is_broken = False
-
-    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
-        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
 
     async def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
@@ -115,23 +105,13 @@ class VllmEngine(RolloutEngine):
             if not is_whole:
                 self._thread.submit(self._abandon, asked)
 
-    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
-        await self._run(self.pulse.work("adapter"), self._load_adapter, state)
-
-    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
-        """The group's own deadline ends it, so it is given its time here."""
-        await self._run(self.pulse.work("receive", patient=True), self._receive, member, buckets)
-
-    async def verify(self, hashes: Mapping[str, int]) -> str:
-        return await self._run(self.pulse.work("verify"), self._verify, hashes)
-
     @property
     def is_stuck(self) -> bool:
         return super().is_stuck or self._is_broken
 
     async def close(self) -> None:
         await self._run(self.pulse.work("close", patient=True), self._stop)
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await super().close()
 
     # On the event loop ------------------------------------------------------------------------------------------------
 
@@ -143,24 +123,7 @@ class VllmEngine(RolloutEngine):
         finally:
             self._pump = None
 
-    def _run(
-        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[T]:
-        """Calls a function on the engine's thread, inside `work`."""
-
-        def watched() -> T:
-            with work:
-                return function(*args, **kwargs)
-
-        return asyncio.get_running_loop().run_in_executor(self._thread, watched)
-
     # On the engine's thread: sequences --------------------------------------------------------------------------------
-
-    def _set_up_thread(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        if self.device.index is not None:
-            devices.bind(self.device)
 
     def _begin(self, request: GenerationRequest, cancelled: Callable[[], bool]) -> _Asked:
         from services.rollout.engines.vllm import sequences
@@ -337,13 +300,7 @@ class VllmEngine(RolloutEngine):
         weights.require_every_weight(target, buckets)
         if self._live is None:
             self._model = None  # The base differs from the disk: the next job loads it again.
-        copy = weights.copy_into(target)
-
-        def into(name: str, value: Tensor) -> None:
-            self.pulse.beat()
-            copy(name, value)
-
-        weights.receive(member, buckets, into)
+        self._copy(member, buckets, target)
         self._bind()
 
     def _bind(self) -> None:

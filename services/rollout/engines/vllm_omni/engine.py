@@ -30,7 +30,7 @@ from services.rollout.engines.local import copied
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, batches
 from services.rollout.engines.vllm_omni import launch
-from services.rollout.engines.vllm_omni.loop import LoopThread
+from services.rollout.engines.vllm_omni.launch import LoopThread
 from services.rollout.engines.vllm_omni.pipelines.registry import pipeline_for
 from services.rollout.engines.vllm_omni.task import Task
 

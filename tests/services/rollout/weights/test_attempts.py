@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.errors import Conflict
-from services.rollout.weights.attempts import MAX_JOBS, Attempts
+from services.rollout.weights.state import MAX_JOBS, Attempts
 
 
 @settings(deadline=None)
