@@ -13,8 +13,8 @@ from flowfleet.errors import Unavailable
 from flowfleet.media.files import MediaError
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.answers import Answer
+from services.reward.judge.calls.breaker import FailureShare
 from services.reward.judge.calls.client import JudgeClient
-from services.reward.judge.calls.failures import FailureShare
 from services.reward.judge.comparisons import (
     borda,
     bradley_terry,

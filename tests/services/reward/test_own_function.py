@@ -18,8 +18,8 @@ from flowfleet import conformance
 from flowfleet.proto.reward_pb2 import DescribeRequest, ScoreRequest, ScoreWithGradientRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rewards.gradients import PixelInput, read_gradient
+from services.reward.execution.engines import evaluate_gradients
 from services.reward.execution.evaluator import Evaluator
-from services.reward.execution.gradients import evaluate_gradients
 from services.reward.scorer import Problem, Sample, Score, ScoreGradient
 from services.reward.scorers import make
 from services.reward.scorers.python.gradient import DifferentiableFunction

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.lru import LruCache
-from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
-from services.reward.judge.calls.failures import LEAST, FailureShare
-from services.reward.judge.calls.failures import WINDOW as FAILURE_WINDOW
+from services.reward.judge.calls.breaker import LEAST, BreakerState, CircuitBreaker, FailureShare
+from services.reward.judge.calls.breaker import WINDOW as FAILURE_WINDOW
 from services.reward.judge.calls.limiter import DECREASE, AimdLimiter
 from services.reward.remote.retries import RESERVE, ShareBudget, retry_s
 
