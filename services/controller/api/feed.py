@@ -1,4 +1,4 @@
-"""Reads changes once for all open streams: waits for the fleet's notices (store/notices.py), reads what changed, and
+"""Reads changes once for all open streams: waits for the fleet's notices (store/events.py), reads what changed, and
 hands it to every stream. While nothing changes it does nothing, however many streams are open.
 
     notices ──► rows of the jobs that changed ──► every page

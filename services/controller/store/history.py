@@ -15,7 +15,7 @@ MAX_VALIDATIONS = 10_000
 
 class History:
     def __init__(self, link: Link) -> None:
-        self._redis = link.redis
+        self._link, self._redis = link, link.redis
 
     async def put_metrics(self, job_id: str, step: int, values: Mapping[str, float]) -> None:
         """Adds to the row of a step, last writer wins: doing it again changes nothing."""
@@ -29,10 +29,7 @@ class History:
         """Rows of the next steps after one (None: from the first), ascending."""
         low = "-inf" if after_step is None else f"({after_step}"
         steps = [int(s) for s in await self._redis.zrangebyscore(keys.metrics_steps(job_id), low, "+inf", 0, limit)]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for step in steps:
-                pipe.hgetall(keys.metrics(job_id, step))
-            rows = await pipe.execute()
+        rows = await self._link.each(steps, lambda pipe, step: pipe.hgetall(keys.metrics(job_id, step)))
         return [
             MetricsRow(step=step, values={name.decode(): float(value) for name, value in row.items()})
             for step, row in zip(steps, rows, strict=True)

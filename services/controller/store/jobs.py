@@ -10,13 +10,19 @@ from flowfleet.api.jobs import Desired, JobStatus, Progress
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
-from services.controller.store.events import add_event, encode
-from services.controller.store.ids import new_job_id
+from services.controller.store.events import add_event, encode, notice
 from services.controller.store.link import Link, Pipe
 from services.controller.store.lists import brief_of
-from services.controller.store.notices import notice
 from services.controller.store.reading import REVISION, decoded, format_of, read_record
-from services.controller.store.records import FORMAT, Action, JobRecord, is_upgraded, next_desired, spec_digest
+from services.controller.store.records import (
+    FORMAT,
+    Action,
+    JobRecord,
+    is_upgraded,
+    new_job_id,
+    next_desired,
+    spec_digest,
+)
 from services.controller.store.removal import leave
 
 _STEPS = "steps.asked"
@@ -70,10 +76,7 @@ class Jobs:
 
     async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
         """Returns status and desired state of each job, in one round trip. Raises NotFound."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hmget(keys.job(job_id), "status", "desired")
-            rows = await pipe.execute()
+        rows = await self._link.each(job_ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), "status", "desired"))
         return [
             (JobStatus(_present(job_id, status)), Desired(desired.decode()))
             for job_id, (status, desired) in zip(job_ids, rows, strict=True)
@@ -97,11 +100,8 @@ class Jobs:
 
     async def unended(self) -> list[JobRecord]:
         """Records of the jobs that have not ended, oldest first."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            found = await self.active()
-            for job_id in found:
-                pipe.hgetall(keys.job(job_id))
-            rows = await pipe.execute()
+        found = await self.active()
+        rows = await self._link.each(found, lambda pipe, job_id: pipe.hgetall(keys.job(job_id)))
         known = zip(found, rows, strict=True)
         return [read_record(job_id, decoded(row)) for job_id, row in known if row]  # else just deleted
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flowfleet.redis import keys
 from services.controller.store.leadership import Lease
+
+T = TypeVar("T")
 
 Pipe = Any
 """A redis.asyncio Pipeline. redis-py's hints do not know that replies are bytes here, so they are not used."""
@@ -27,6 +29,13 @@ class Link:
         if self.lease is not None:
             return await self.lease.transaction(attempt, watched)
         return await self.redis.transaction(attempt, watched, value_from_callable=True)
+
+    async def each(self, items: Iterable[T], ask: Callable[[Pipe, T], object]) -> list[Any]:
+        """Replies to one command an item, in one round trip."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for item in items:
+                ask(pipe, item)
+            return list(await pipe.execute())
 
     async def write(self, fill: Callable[[Pipe], Any]) -> None:
         """Runs a transaction that reads nothing."""

@@ -23,7 +23,7 @@ _SHARED = set(JobRow.model_fields) & set(JobRecord.model_fields)
 
 class Lists:
     def __init__(self, link: Link) -> None:
-        self._redis = link.redis
+        self._link, self._redis = link, link.redis
 
     async def page(
         self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
@@ -67,10 +67,7 @@ class Lists:
 
     async def _fields(self, job_ids: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:
         """Job → these fields of its record, in order; jobs that were just deleted are missing."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hmget(keys.job(job_id), names)
-            found = await pipe.execute() if job_ids else []
+        found = await self._link.each(job_ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), names))
         rows = {job_id: decoded(zip(names, row, strict=True)) for job_id, row in zip(job_ids, found, strict=True)}
         return {job_id: row for job_id, row in rows.items() if "status" in row}
 

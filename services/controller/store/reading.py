@@ -17,8 +17,7 @@ from flowfleet.api.answers import read
 from flowfleet.api.jobs import Desired, JobStatus, Progress
 from flowfleet.api.rewards import JobRewards, RewardRevision
 from flowfleet.errors import NotFound
-from services.controller.store.ids import submitted_at
-from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch
+from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch, submitted_at
 
 REVISION, ACTIVE, PENDING = "rewards.revision", "rewards.active", "rewards.pending"
 SECONDS = "accelerator_s."

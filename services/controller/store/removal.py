@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
+from services.controller.store.events import notice
 from services.controller.store.link import Link, Pipe
-from services.controller.store.notices import notice
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
@@ -59,10 +59,8 @@ class Removal:
         ids = among
         if ids is None:
             ids = [name.decode() for name in await self._redis.zunion([keys.jobs_with_status(s) for s in _TERMINAL])]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in ids:
-                pipe.hmget(keys.job(job_id), "ended_at", "desired", "archive")
-            rows = await pipe.execute()
+        fields = ("ended_at", "desired", "archive")
+        rows = await self._link.each(ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), fields))
         found = [
             EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode())
             for job_id, (at, desired, archive) in zip(ids, rows, strict=True)
@@ -75,10 +73,8 @@ class Removal:
         ids = await self._redis.zrange(keys.jobs(), 0, -1)
         found: set[str] = set()
         for start in range(0, len(ids), BATCH):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for job_id in ids[start : start + BATCH]:
-                    pipe.hget(keys.job(job_id.decode()), "spec")
-                specs = await pipe.execute()
+            batch = ids[start : start + BATCH]
+            specs = await self._link.each(batch, lambda pipe, job_id: pipe.hget(keys.job(job_id.decode()), "spec"))
             found |= {digest.decode() for spec in specs for digest in _UPLOAD.findall(spec or b"")}
         return found
 
@@ -110,7 +106,14 @@ class Removal:
 
     async def mark_archived(self, job_id: str, folder: str) -> None:
         """The job's archive is complete."""
-        await self._set(job_id, "archive", folder)
+
+        async def attempt(pipe: Pipe) -> None:
+            there = await pipe.exists(keys.job(job_id))
+            pipe.multi()
+            if there:
+                pipe.hset(keys.job(job_id), "archive", folder)
+
+        await self._link.transaction(attempt, keys.job(job_id))
 
     async def remove(self, job_id: str, why: str) -> None:
         """Removes an ended job from sight; its other keys are among the leftovers then."""
@@ -167,17 +170,6 @@ class Removal:
     async def _unlink(self, names: Sequence[bytes]) -> None:
         if names:
             await self._link.write(lambda pipe: pipe.unlink(*names))
-
-    async def _set(self, job_id: str, field: str, value: str) -> None:
-        """Sets a field of a job that is still there."""
-
-        async def attempt(pipe: Pipe) -> None:
-            there = await pipe.exists(keys.job(job_id))
-            pipe.multi()
-            if there:
-                pipe.hset(keys.job(job_id), field, value)
-
-        await self._link.transaction(attempt, keys.job(job_id))
 
 
 _TERMINAL = tuple(status for status in JobStatus if status.terminal)

@@ -16,9 +16,8 @@ from flowfleet.api.rewards import RewardRevision
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
-from services.controller.store.events import MAX_EVENTS, add_event, encode
+from services.controller.store.events import MAX_EVENTS, add_event, encode, notice
 from services.controller.store.link import Link, Pipe
-from services.controller.store.notices import notice
 from services.controller.store.reading import PENDING, REVISION
 from services.controller.store.records import from_epoch
 

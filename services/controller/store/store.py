@@ -19,13 +19,12 @@ from redis.asyncio import Redis
 
 from flowfleet.process.clock import steady_time
 from services.controller.store.credits import Credits
-from services.controller.store.events import Events
+from services.controller.store.events import Events, Notices
 from services.controller.store.history import History
 from services.controller.store.jobs import Jobs
 from services.controller.store.leadership import Lease
 from services.controller.store.link import Link
 from services.controller.store.lists import Lists
-from services.controller.store.notices import Notices
 from services.controller.store.removal import Removal
 from services.controller.store.rewards import Rewards
 from services.controller.store.samples import Samples

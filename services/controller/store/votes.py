@@ -119,10 +119,9 @@ class Votes:
 
     async def _with_votes(self, job_id: str, rows: Iterable[bytes]) -> list[VoteGroup]:
         groups = sorted((VoteGroup.model_validate_json(row) for row in rows), key=lambda one: (one.step, one.group))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for one in groups:
-                pipe.lrange(keys.votes(job_id, one.step, one.group), 0, -1)
-            votes = await pipe.execute()
+        votes = await self._link.each(
+            groups, lambda pipe, one: pipe.lrange(keys.votes(job_id, one.step, one.group), 0, -1)
+        )
         return [one.model_copy(update={"votes": _votes(rows)}) for one, rows in zip(groups, votes, strict=True)]
 
     async def _forget_groups(self, job_id: str) -> None:

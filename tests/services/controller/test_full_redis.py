@@ -21,7 +21,7 @@ from services.controller.retention.keep import Keep
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
-from services.controller.store.notices import MAX_NOTICES
+from services.controller.store.events import MAX_NOTICES
 from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 from tests.waiting import until

@@ -11,8 +11,7 @@ from flowfleet.api.jobs import Checkpoint, Desired, JobStatus
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis.client import connect
-from services.controller.store.ids import new_job_id
-from services.controller.store.records import Action, from_epoch
+from services.controller.store.records import Action, from_epoch, new_job_id
 from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ from flowfleet.api.overview import Curve
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
+from services.controller.store.events import MAX_NOTICES
 from services.controller.store.lists import MAX_POINTS, with_point
-from services.controller.store.notices import MAX_NOTICES
 from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio

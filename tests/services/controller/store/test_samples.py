@@ -10,8 +10,7 @@ from flowfleet.errors import NotFound
 from flowfleet.redis.client import connect
 from services.controller.store import samples as shelf
 from services.controller.store.credits import Trained
-from services.controller.store.ids import new_job_id
-from services.controller.store.records import Order, SampleRecord
+from services.controller.store.records import Order, SampleRecord, new_job_id
 from services.controller.store.store import Store
 
 pytestmark = pytest.mark.anyio
