@@ -38,9 +38,7 @@ from services.controller.job.trainer.client import JobTrainer
 from services.controller.jobs.quarantine import Quarantine
 from services.controller.jobs.submission.opening import JobData, open_job
 from services.controller.metrics.monitor import Monitor
-from services.controller.platforms.launcher import Launcher, stop_for_good
-from services.controller.platforms.local.directory import StaticDirectory
-from services.controller.platforms.local.launcher import LocalLauncher
+from services.controller.platforms.launcher import FencedLauncher, Launcher, stop_for_good
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.mixture import Mixture
@@ -81,10 +79,9 @@ class JobScheduler:
         redis: Redis,
         store: Store,
         registry: CollectorRegistry,
-        launcher: Launcher | None = None,
-        directory: Directory | None = None,
+        launcher: Launcher,
+        directory: Directory,
     ) -> None:
-        launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices)
         self._settings = settings
         self._redis = redis
         self._sources = settings.sources
@@ -93,7 +90,7 @@ class JobScheduler:
         self._store = store.fenced_by(self._lease)
         self._launcher = FencedLauncher(launcher, self._lease)
         self._demand = DemandHash(redis)
-        self._directory = directory or StaticDirectory(settings.rewards, settings.rewards_file)
+        self._directory = directory
         self._fleet = FleetWatch(redis)
         self._registry = registry
         self._metrics = JobMetrics(registry)
@@ -370,7 +367,8 @@ class JobScheduler:
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         deal = Deal(data.training, Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step))
-        pool, scoring = self._pool(record.id, spec), self._scoring(spec, blobs)
+        pool = RolloutPool(self._fleet, record.id, spec, shortage=self._directory.shortage)
+        scoring = self._scoring(spec, blobs)
         core = JobCore(record.id, machine, self._store, pool, scoring, directory)
         return JobContext(
             **vars(core),
@@ -387,9 +385,6 @@ class JobScheduler:
             reports=Reports(core, self._metrics, ShadowQueue(core, self._shadow_metrics)),
             memory=self._memory,
         )
-
-    def _pool(self, job_id: str, spec: JobSpec) -> RolloutPool:
-        return RolloutPool(self._fleet, job_id, spec, shortage=self._directory.shortage)
 
     def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
         job_rewards = JobRewards(
@@ -412,31 +407,6 @@ class JobScheduler:
 
     def _folder(self, job_id: str) -> Path:
         return self._settings.state_dir.resolve() / "jobs" / job_id
-
-
-class FencedLauncher:
-    """A launcher that starts and ends trainers only while this controller leads."""
-
-    def __init__(self, launcher: Launcher, lease: Lease) -> None:
-        self._launcher, self._lease = launcher, lease
-
-    async def ensure(self, job_id: str, spec: JobSpec) -> str:
-        await self._lease.confirm()
-        return await self._launcher.ensure(job_id, spec)
-
-    async def alive(self, job_id: str) -> bool:
-        return await self._launcher.alive(job_id)
-
-    async def termination_message(self, job_id: str) -> str:
-        return await self._launcher.termination_message(job_id)
-
-    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
-        await self._lease.confirm()
-        await self._launcher.stop(job_id, at_once=at_once)
-
-    async def keep_only(self, job_ids: Collection[str]) -> None:
-        await self._lease.confirm()
-        await self._launcher.keep_only(job_ids)
 
 
 @contextmanager

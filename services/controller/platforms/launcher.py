@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from flowfleet.job.spec import JobSpec
-from services.controller.store.leadership import LeaseLost
+from services.controller.store.leadership import Lease, LeaseLost
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,31 @@ class Launcher(Protocol):
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
+
+
+class FencedLauncher:
+    """A launcher that starts and ends trainers only while this controller leads."""
+
+    def __init__(self, launcher: Launcher, lease: Lease) -> None:
+        self._launcher, self._lease = launcher, lease
+
+    async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        await self._lease.confirm()
+        return await self._launcher.ensure(job_id, spec)
+
+    async def alive(self, job_id: str) -> bool:
+        return await self._launcher.alive(job_id)
+
+    async def termination_message(self, job_id: str) -> str:
+        return await self._launcher.termination_message(job_id)
+
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
+        await self._lease.confirm()
+        await self._launcher.stop(job_id, at_once=at_once)
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        await self._lease.confirm()
+        await self._launcher.keep_only(job_ids)
 
 
 async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> bool:

@@ -35,6 +35,7 @@ from flowfleet.proto import (
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.jobs.scheduler import JobScheduler
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import JobRecord
 from services.controller.store.store import Store
@@ -315,7 +316,8 @@ async def scripted_fleet(
     store = Store(redis)
 
     def make_runner() -> JobScheduler:
-        return JobScheduler(settings, redis, store, CollectorRegistry(), launcher)
+        directory = StaticDirectory(settings.rewards, settings.rewards_file)
+        return JobScheduler(settings, redis, store, CollectorRegistry(), launcher, directory)
 
     fleet = ScriptedFleet(rollout, trainer, dict(rewards), store, make_runner(), blobs, redis, make_runner)
     await fleet.runner.start()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +170,9 @@ class KubernetesLauncher:
         """Creates the trainer's Job; waits for what people can grant (rights, a quota, a webhook's consent)."""
         try:
             return await self._create(job_id, spec)
-        except Refused as error:
-            if error.status in MALFORMED:
+        except (Refused, Unavailable) as error:
+            if isinstance(error, Refused) and error.status in MALFORMED:
                 raise ValueError(str(error)) from None
-            why = str(error)
-        except Unavailable as error:
             why = str(error)
         await asyncio.sleep(REFUSED_S)
         raise WaitedInVain(f"trainer: {why}")
@@ -220,10 +218,8 @@ class KubernetesLauncher:
             raise RuntimeError(f"the trainer's pods have run for {START_TIMEOUT_S:.0f} s but rank 0 does not answer")
 
     async def _delete(self, attempt: Object) -> None:
-        try:
+        with contextlib.suppress(NotFound):
             await self._directory.api.delete(JOBS, attempt["metadata"]["name"])
-        except NotFound:
-            return
 
     async def _kill(self, attempt: Object) -> None:
         for pod in self._pods_of(attempt):
@@ -275,18 +271,14 @@ def _ended(attempt: Object) -> bool:
 def _demand(attempt: Object) -> str:
     """Describes how many pods the attempt has, and the accelerators that each wants."""
     count = attempt["spec"]["completions"]
-    limits = [container.get("resources", {}).get("limits", {}) for container in _spec_of_pods(attempt)["containers"]]
+    containers = attempt["spec"]["template"]["spec"]["containers"]
+    limits = [container.get("resources", {}).get("limits", {}) for container in containers]
     wanted = [f"{amount} {name}" for part in limits for name, amount in part.items() if "/" in name]
     return f"{count} pods" + (f" of {', '.join(wanted)}" if wanted else "")
 
 
-def _spec_of_pods(attempt: Object) -> Mapping[str, Any]:
-    spec: Mapping[str, Any] = attempt["spec"]["template"]["spec"]
-    return spec
-
-
 def _grace_s(attempt: Object) -> float:
-    return float(_spec_of_pods(attempt).get("terminationGracePeriodSeconds", GRACE_S))
+    return float(attempt["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", GRACE_S))
 
 
 def _job_id(item: Object) -> str:

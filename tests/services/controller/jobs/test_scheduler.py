@@ -21,6 +21,7 @@ from services.controller.jobs import scheduler as runner
 from services.controller.jobs.scheduler import JobScheduler
 from services.controller.platforms import launcher
 from services.controller.platforms.launcher import stopped
+from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.prompts.sources import Unread
 from services.controller.settings import ControllerSettings
@@ -75,7 +76,9 @@ async def with_runner(
         redis = connect(url)
         store = Store(redis)
         settings = ControllerSettings(redis_url=SecretStr(url), state_dir=state)
-        runner = WaitingRunner(settings, redis, store, CollectorRegistry(), launcher)
+        here = launcher or LocalLauncher(state)
+        directory = StaticDirectory(settings.rewards)
+        runner = WaitingRunner(settings, redis, store, CollectorRegistry(), here, directory)
         runner.order, runner.gate = [], asyncio.Event()
         try:
             await use(runner, store)

@@ -22,7 +22,7 @@ from services.controller.concurrency import end
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.ledger import Ledger
 from services.controller.job.machine.state import State
-from services.controller.jobs.scheduler import FencedLauncher
+from services.controller.platforms.launcher import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
 from services.controller.store.store import Store
