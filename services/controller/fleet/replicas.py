@@ -113,23 +113,7 @@ class Fleet:
         if known is None:
             return
         health = _HEALTH.get(status.state, Health.UNKNOWN)
-        self._put(
-            replace(
-                known,
-                incarnation=status.incarnation,
-                health=health,
-                job_id=status.job_id,
-                version=status.policy_version if health is Health.SERVING else None,
-                evaluated=status.evaluated,
-                digest=status.weights_digest,
-                samples_total=status.samples_total,
-                device=_shown(status.device, status.num_devices),
-                device_id=status.device_id,
-                num_devices=max(1, status.num_devices),
-                missed=0,
-                doubted=False,
-            )
-        )
+        self._put(_told(known, status, health, status.policy_version, status.weights_digest))
 
     def missed(self, replica_id: str, *, lost: bool = False) -> None:
         """It did not answer, or (`lost`) a call broke: no prompt until it answers again."""
@@ -226,19 +210,24 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
     if known.missed and known.incarnation == record.incarnation:
         return replace(known, pool=record.pool, samples_total=record.samples_total)
     health = Health(record.state) if record.state in set(Health) else Health.UNKNOWN
+    return replace(_told(known, record, health, record.version, record.digest), pool=record.pool)
+
+
+def _told(
+    known: Replica, said: ReplicaRecord | rollout_pb2.RolloutStatus, health: Health, version: int | None, digest: str
+) -> Replica:
     return replace(
         known,
-        pool=record.pool,
-        incarnation=record.incarnation,
+        incarnation=said.incarnation,
         health=health,
-        job_id=record.job_id,
-        version=record.version if health is Health.SERVING else None,
-        evaluated=record.evaluated,
-        digest=record.digest,
-        samples_total=record.samples_total,
-        device=_shown(record.device, record.num_devices),
-        device_id=record.device_id,
-        num_devices=max(1, record.num_devices),
+        job_id=said.job_id,
+        version=version if health is Health.SERVING else None,
+        evaluated=said.evaluated,
+        digest=digest,
+        samples_total=said.samples_total,
+        device=f"{said.device} ×{said.num_devices}" if said.num_devices > 1 else said.device,
+        device_id=said.device_id,
+        num_devices=max(1, said.num_devices),
         missed=0,
         doubted=False,
     )
@@ -251,7 +240,3 @@ def num_devices(replicas: Iterable[Replica]) -> int:
         place = replica.device_id or replica.replica_id
         found[place] = max(found.get(place, 0), replica.num_devices)
     return sum(found.values())
-
-
-def _shown(device: str, num_devices: int) -> str:
-    return f"{device} ×{num_devices}" if num_devices > 1 else device

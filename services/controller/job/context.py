@@ -73,7 +73,7 @@ class JobContext(JobCore):
 
     async def close(self) -> None:
         await self.reports.close()
-        await asyncio.gather(self.scoring.close(), self.trainer.close())
+        await asyncio.gather(self.scoring.rewards.close(), self.trainer.close())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfill a condition."""

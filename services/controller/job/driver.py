@@ -68,13 +68,10 @@ MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], Changes], JobCo
 
 
 class JobDriver:
-    """Drives one running job. `clock` gives Unix seconds and stamps the events."""
+    """Drives one running job."""
 
-    def __init__(
-        self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = steady_time
-    ) -> None:
+    def __init__(self, ledger: Ledger, machine: Machine, make: MakeContext) -> None:
         self._ledger = ledger
-        self._clock = clock
         self._lock = asyncio.Lock()
         self._changes = Changes()
         self._running: dict[Command, asyncio.Task[None]] = {}
@@ -115,7 +112,7 @@ class JobDriver:
     async def emit(self, *events: ev.Event, also: Also | None = None) -> None:
         """Makes events durable, together with what `also` adds to the transaction, then folds them."""
         async with self._lock:
-            stamped = [event.model_copy(update={"at": self._clock()}) for event in events]
+            stamped = [event.model_copy(update={"at": steady_time()}) for event in events]
             await self._ledger.append(stamped, also)
             for event in stamped:
                 self.machine.apply(event)
@@ -213,9 +210,11 @@ class JobDriver:
         """Drops what the command was for; the reason is in the log and in the job's events. Of several groups asked for
         together only those are dropped that fail alone as well: one bad file costs its own group."""
         self._went_well(command)
-        if isinstance(command, Generate) and len(alone := self._groups_alone(command)) > 1:
-            await gather_or_cancel(self._attempt_to_the_end(single, command) for single in alone)
-            return
+        if isinstance(command, Generate):
+            alone = [Generate(command.step, (g,)) for g in command.groups if self.machine.wanted(command.step, g)]
+            if len(alone) > 1:
+                await gather_or_cancel(self._attempt_to_the_end(single, command) for single in alone)
+                return
         await self.job.store.events.append(self.job.job_id, "gave_up", {"command": str(command), "reason": reason})
         match command:
             case Generate(step, groups):
@@ -236,10 +235,6 @@ class JobDriver:
                 await self.emit(ev.Validated(version=version, reward=None))
             case _:
                 await self.emit(ev.Failed(reason=reason))
-
-    def _groups_alone(self, command: Generate) -> list[Generate]:
-        """Splits a command into one for each group that still wants samples."""
-        return [Generate(command.step, (g,)) for g in command.groups if self.machine.wanted(command.step, g)]
 
     async def _attempt_to_the_end(self, single: Generate, command: Generate) -> None:
         """Tries `single`, a part of `command`, until its group has its samples or they are dropped, as long as
@@ -323,7 +318,7 @@ class JobDriver:
         elif desired is Desired.PAUSED and not paused:
             await self.emit(ev.PauseRequested())
         elif desired is Desired.RUNNING and paused:
-            self.job.scoring.reset()
+            self.job.scoring.rewards.reset()
             self.job.trainer.rewards.reset()
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from flowfleet.api.jobs import JobEvent, MetricsRow
 from flowfleet.api.samples import Purpose
-from flowfleet.api.votes import VoteGroup
 from flowfleet.client.archive import Archive, media_name
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, NotFound
 from services.controller.store.records import SampleRecord
 from services.controller.store.samples import media_ref
 from services.controller.store.store import Store
+
+T = TypeVar("T")
 
 PAGE = 1000
 MEDIA_AT_ONCE = 8
@@ -26,12 +27,15 @@ async def archive_job(store: Store, blobs: BlobStore, archive: Archive, job_id: 
     folder = archive.folder(job_id)
     job = (await store.jobs.get(job_id)).model_copy(update={"archive": folder})
     await asyncio.to_thread(archive.write, job_id, "job.json", job.model_dump_json().encode())
+    events = _following(lambda after: store.events.read(job_id, after, PAGE), lambda event: event.id)
+    metrics = _following(lambda after: store.history.metrics(job_id, after, PAGE), lambda row: row.step)
+    votes = _following(lambda after: store.votes.groups(job_id, after, PAGE), lambda one: (one.step, one.group))
     counts = {
-        "events": await _write(archive, job_id, "events", _events(store, job_id)),
-        "metrics": await _write(archive, job_id, "metrics", _metrics(store, job_id)),
+        "events": await _write(archive, job_id, "events", events),
+        "metrics": await _write(archive, job_id, "metrics", metrics),
         "checkpoints": await _write(archive, job_id, "checkpoints", _page(await store.history.checkpoints(job_id))),
         "rewards": await _write(archive, job_id, "rewards", _page(await store.rewards.history(job_id))),
-        "votes": await _write(archive, job_id, "votes", _votes(store, job_id)),
+        "votes": await _write(archive, job_id, "votes", votes),
         "samples": await _write(archive, job_id, "samples", _samples(store, job_id)),
         "media": 0,
     }
@@ -71,25 +75,14 @@ async def _page(rows: Sequence[BaseModel]) -> AsyncIterator[Sequence[BaseModel]]
     yield rows
 
 
-async def _events(store: Store, job_id: str) -> AsyncIterator[Sequence[JobEvent]]:
+async def _following(
+    read: Callable[[Any], Awaitable[Sequence[T]]], place: Callable[[T], object]
+) -> AsyncIterator[Sequence[T]]:
+    """All pages of rows, each read after the place of the last row before it."""
     after = None
-    while page := await store.events.read(job_id, after, PAGE):
+    while page := await read(after):
         yield page
-        after = page[-1].id
-
-
-async def _metrics(store: Store, job_id: str) -> AsyncIterator[Sequence[MetricsRow]]:
-    after = None
-    while page := await store.history.metrics(job_id, after, PAGE):
-        yield page
-        after = page[-1].step
-
-
-async def _votes(store: Store, job_id: str) -> AsyncIterator[Sequence[VoteGroup]]:
-    after = None
-    while page := await store.votes.groups(job_id, after, PAGE):
-        yield page
-        after = (page[-1].step, page[-1].group)
+        after = place(page[-1])
 
 
 async def _samples(store: Store, job_id: str) -> AsyncIterator[Sequence[SampleRecord]]:

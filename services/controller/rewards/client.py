@@ -236,7 +236,7 @@ class RewardService:
             for replica, call in zip(asked, calls, strict=True):
                 if not isinstance(error := call.exception(), grpc.aio.AioRpcError):
                     raise error or RuntimeError("a call has neither answer nor error")
-                raise self._failure(name, replica, error, None)
+                raise of_call(name, self.service, replica.address, error, None)
         if not all(isinstance(answer, reward_pb2.DescribeResponse) for answer in answers.values()):
             raise self._not_understood(name, asked[0])
         return answers
@@ -281,7 +281,7 @@ class RewardService:
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
                 if is_gone and any(not one.broken and one.address not in tried for one in ready):
                     continue
-                raise self._failure(name, replica, error, self._deadline_s) from None
+                raise of_call(name, self.service, replica.address, error, self._deadline_s) from None
             if not isinstance(response, reward_pb2.ScoreResponse):
                 raise self._not_understood(name, replica)
             return read_answers(samples, response, described, seconds)
@@ -297,11 +297,6 @@ class RewardService:
             self._score(name, params, half, suited, may_split=True) for half in halves
         )
         return first | second
-
-    def _failure(
-        self, name: str, replica: _Replica, error: grpc.aio.AioRpcError, deadline_s: float | None
-    ) -> RewardFailure:
-        return of_call(name, self.service, replica.address, error, deadline_s)
 
     def _not_understood(self, name: str, replica: _Replica) -> RewardFailure:
         return RewardFailure(

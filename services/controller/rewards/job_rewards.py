@@ -26,7 +26,7 @@ from flowfleet.rewards.requests import EncodedSample
 from services.controller.fleet.directory import Directory
 from services.controller.rewards.answers import Answer
 from services.controller.rewards.client import RewardService
-from services.controller.rewards.composition import PREFERENCE, compose
+from services.controller.rewards.composition import PREFERENCE, Composed, compose
 from services.controller.rewards.failures import RewardFailure, RewardPause, why_failed, why_pending
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
@@ -142,13 +142,8 @@ class JobRewards:
         for sample_id, answer in answers.items():
             if answer.score is None and answer.fault != "pending":
                 self._calls.rejected(service, answer.fault)
-                log.warning(
-                    "reward %s: service %r gave no score: %s",
-                    name,
-                    service,
-                    answer.problem,
-                    extra={"sample": sample_id},
-                )
+                told = name, service, answer.problem
+                log.warning("reward %s: service %r gave no score: %s", *told, extra={"sample": sample_id})
         return answers
 
     async def score(
@@ -257,36 +252,21 @@ class JobRewards:
     def _verdict(
         self, rewards: Mapping[str, RewardPart], step: int, sample_id: str, answers: Mapping[str, Mapping[str, Answer]]
     ) -> SampleScore:
-        raw: dict[str, float] = {}
+        given = {name: answers[name][sample_id] for name in sorted(rewards) if name in answers}
+        scored = {name: answer for name, answer in given.items() if answer.score is not None}
+        absent = [name for name in sorted(rewards) if name not in scored]
+        skipped = tuple(name for name in absent if name not in given and rewards[name].on_failure == "skip")
+        missing = [name for name in absent if name not in skipped]
+        raw = {name: answer.score for name, answer in scored.items() if answer.score is not None}
         shown: dict[str, float] = {}
-        versions: dict[str, str] = {}
-        seconds: dict[str, float] = {}
-        missing, skipped = list[str](), list[str]()
-        for name in sorted(rewards):
-            answer = answers[name][sample_id] if name in answers else None
-            if answer is None and rewards[name].on_failure == "skip":
-                skipped.append(name)
-            elif answer is None or answer.score is None:
-                missing.append(name)
-            if answer is not None and answer.score is not None:
-                raw[name] = shown[name] = answer.score
-                versions[name] = answer.version
-                seconds[name] = answer.seconds
-                shown.update({f"{name}.{component}": value for component, value in answer.components.items()})
+        for name, answer in scored.items():
+            shown |= {name: raw[name], **{f"{name}.{part}": value for part, value in answer.components.items()}}
         if missing:
+            composed = Composed(None, DropReason.NO_SCORE.of(missing[0]))
             given_up = not set(missing) <= answers.keys()
-            reason = DropReason.NO_SCORE.of(missing[0])
-            return SampleScore(
-                None,
-                reason,
-                scores=shown,
-                rewards=raw,
-                versions=versions,
-                skipped=tuple(skipped),
-                given_up=given_up,
-                seconds=seconds,
-            )
-        composed = compose(rewards, step, raw)
+        else:
+            composed = compose(rewards, step, raw)
+            given_up = composed.total is None and bool(skipped)
         if composed.gated_by:
             self._calls.gated(composed.gated_by, "zero" if composed.total is not None else "mask")
         return SampleScore(
@@ -294,9 +274,9 @@ class JobRewards:
             composed.reason,
             scores=shown,
             rewards=raw,
-            versions=versions,
+            versions={name: answer.version for name, answer in scored.items()},
             gated_by=composed.gated_by,
-            skipped=tuple(skipped),
-            given_up=composed.total is None and bool(skipped),
-            seconds=seconds,
+            skipped=skipped,
+            given_up=given_up,
+            seconds={name: answer.seconds for name, answer in scored.items()},
         )

@@ -24,7 +24,7 @@ last of them well before `timeouts.score_s`."""
 
 class Scoring:
     def __init__(self, rewards: JobRewards, blobs: BlobStore) -> None:
-        self._rewards, self._blobs = rewards, blobs
+        self.rewards, self._blobs = rewards, blobs
         self._budget = Budget(MAX_SCORING)
 
     async def score(
@@ -41,25 +41,15 @@ class Scoring:
         async with self._budget.take(len(samples)):
             digests = {sample_name(sample.id): sample.media.sha256 for sample in samples}
             fetch = partial(self._fetch, samples, prompts)
-            verdicts = await self._rewards.score(rewards, step, digests, fetch)
+            verdicts = await self.rewards.score(rewards, step, digests, fetch)
         return [verdicts[sample_id] for sample_id in digests]
 
     async def ask(
         self, name: str, part: RewardPart, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
     ) -> list[Answer | None]:
         """Asks one reward alone for its answers to samples, in order. Raises RewardFailure when it fails as a whole."""
-        answers = await self._rewards.ask(name, part, await self._fetch(samples, prompts))
+        answers = await self.rewards.ask(name, part, await self._fetch(samples, prompts))
         return [answers.get(sample_name(sample.id)) for sample in samples]
-
-    async def group_rewards(self, rewards: Mapping[str, RewardPart]) -> list[str]:
-        """Names of the rewards that need whole groups; see `JobRewards.group_rewards`."""
-        return await self._rewards.group_rewards(rewards)
-
-    def reset(self) -> None:
-        self._rewards.reset()
-
-    async def close(self) -> None:
-        await self._rewards.close()
 
     async def _fetch(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[EncodedSample]:
         """Fetches samples as rewards get them, in order."""

@@ -94,20 +94,11 @@ def _first(spec: JobSpec, source: Source, sources: Sources) -> Prompt:
 
 def _samples(prompt: Prompt, count: int, modality: reward_pb2.Modality.ValueType) -> list[EncodedSample]:
     """A group of drawn pictures or videos, or of written answers, each another."""
-    found = []
-    for index in range(count):
-        data, media_type = _medium(index, modality)
-        found.append(
-            EncodedSample(
-                sample_id=f"trial/{index}",
-                media=data,
-                media_type=media_type,
-                prompt=prompt.text,
-                metadata=prompt.metadata,
-                group_id="trial",
-            )
-        )
-    return found
+    media = [_medium(index, modality) for index in range(count)]
+    return [
+        EncodedSample(*medium, prompt.text, prompt.metadata, group_id="trial", sample_id=f"trial/{index}")
+        for index, medium in enumerate(media)
+    ]
 
 
 def _medium(index: int, modality: reward_pb2.Modality.ValueType) -> tuple[bytes, str]:

@@ -19,7 +19,7 @@ async def score(job: JobContext, step: int, group: int) -> None:
         verdicts = await job.scoring.score(samples, [prompt] * len(samples), rewards, step)
     await job.reports.scored(samples, [prompt] * len(samples), verdicts)
     facts = [requests.scored_or_dropped(job.spec, *pair) for pair in zip(samples, verdicts, strict=True)]
-    if any(isinstance(fact, ev.Dropped) for fact in facts) and await job.scoring.group_rewards(rewards):
+    if any(isinstance(fact, ev.Dropped) for fact in facts) and await job.scoring.rewards.group_rewards(rewards):
         # disables refilling: a replacement would be scored outside its group
         facts = [f.model_copy(update={"refill": False}) if isinstance(f, ev.Dropped) else f for f in facts]
     await job.emit(*facts)

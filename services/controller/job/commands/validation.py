@@ -87,7 +87,7 @@ async def _score(
     do that; if none of them counts there is no total."""
     rewards = job.spec.data.scoring(prompts[0].origin, job.machine.rewards_at(version))
     is_alone = job.spec.schedule.validation_samples == 1
-    grouped = await job.scoring.group_rewards(rewards) if is_alone else []
+    grouped = await job.scoring.rewards.group_rewards(rewards) if is_alone else []
     for name in grouped:
         told = {"reward": name, "reason": _GROUPS_ONLY}
         await job.store.events.append(job.job_id, "not_validated", told, once=f"not-validated-{name}")
