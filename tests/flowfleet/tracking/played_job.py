@@ -19,7 +19,7 @@ from flowfleet.data.blobs import open_blobs
 from flowfleet.media.files import encode_media
 from flowfleet.redis import keys
 from flowfleet.tracking.place import Place, State
-from services.controller.job.reporting.distributions import histograms
+from services.controller.job.reporting.figures import histograms
 from services.controller.store.records import SampleRecord
 from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings

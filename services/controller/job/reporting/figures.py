@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from flowfleet.algorithms.advantages import AdvantageStats
 from flowfleet.algorithms.settings import KlRewardSettings
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.credit import Credit, credits_of
 from services.controller.job.machine.batch import Batch, Scored
-from services.controller.job.reporting.distributions import histograms
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.rows import source_rows
 
@@ -77,3 +78,20 @@ def _staleness(batch: Batch) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else _NAN
+
+
+NUM_BINS: Final = 32
+
+
+def histogram(values: Sequence[float]) -> dict[str, Any] | None:
+    """Counts of `NUM_BINS` equal bins from `low` to `high`; None without a value."""
+    if not values:
+        return None
+    counts, edges = np.histogram(np.asarray(values, np.float64), NUM_BINS)
+    return {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts.tolist()}
+
+
+def histograms(columns: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Name → histogram, of the columns that have values."""
+    found = {name: histogram(values) for name, values in columns.items()}
+    return {name: one for name, one in found.items() if one is not None}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.controller.job.reporting.distributions import NUM_BINS, histogram, histograms
+from services.controller.job.reporting.figures import NUM_BINS, histogram, histograms
 from services.controller.job.reporting.metrics_file import MetricsFile
 
 
