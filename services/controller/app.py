@@ -30,7 +30,7 @@ from services.controller.api.routes import votes as api_votes
 from services.controller.api.routes.system import seen_of_fleet
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
-from services.controller.metrics.gauges import count_jobs
+from services.controller.metrics.monitor import count_jobs
 from services.controller.platform import open_platform
 from services.controller.ports import SchedulerFactory
 from services.controller.retention.memory import Memory
@@ -59,19 +59,8 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    rooms = (
-        api_session,
-        api_overview,
-        api_jobs,
-        api_uploads,
-        api_rewards,
-        api_votes,
-        api_history,
-        api_models,
-        api_system,
-        api_page,
-    )
-    routers = [room.router for room in rooms]
+    jobs = (api_jobs, api_uploads, api_rewards, api_votes, api_history, api_models)
+    routers = [room.router for room in (api_session, api_overview, *jobs, api_system, api_page)]
     for router in routers:
         app.include_router(router)
     problems.install(app, [route for router in routers for route in router.routes])

@@ -14,9 +14,11 @@ from redis.asyncio import Redis
 
 from flowfleet.api.answers import Answer
 from flowfleet.api.jobs import JobStatus
+from flowfleet.api.rewards import Comparison
+from flowfleet.api.samples import Purpose
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
-from services.controller.api.comparisons import Comparisons
+from flowfleet.lru import LruCache
 from services.controller.api.connections import Streams
 from services.controller.api.feed import Feed
 from services.controller.api.keys import Holder, Keys
@@ -26,8 +28,28 @@ from services.controller.ports import Scheduler
 from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
 from services.controller.retention.memory import Memory
+from services.controller.rewards.comparison import compare
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
+
+MAX_KNOWN = 256
+"""Comparisons that are kept."""
+
+
+class Comparisons:
+    def __init__(self) -> None:
+        self._known: LruCache[tuple[str, str, Purpose], tuple[tuple[int, bytes], Comparison]] = LruCache(MAX_KNOWN)
+
+    async def of(self, store: Store, job_id: str, pair: str, purpose: Purpose) -> Comparison:
+        """Compares a pair over its newest groups."""
+        key, mark = (job_id, pair, purpose), await store.shadows.mark(job_id, pair, purpose)
+        known = self._known.get(key)
+        if known is None or known[0] != mark:
+            groups = await store.shadows.scores(job_id, pair, purpose)
+            known = mark, await asyncio.to_thread(compare, groups)
+            self._known.put(key, known)
+        return known[1]
+
 
 T = TypeVar("T")
 _JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
 from flowfleet.process.clock import steady_time
@@ -19,6 +19,7 @@ from services.controller.fleet.replicas import Replica
 from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import Sample, SnapshotCollector
 from services.controller.metrics.totals import Totals
+from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -140,3 +141,18 @@ def _stream(row: Sequence[Any], now_ms: float) -> StreamView:
     number, oldest = (0, None) if isinstance(pending, Exception) else (pending["pending"], pending["min"])
     age_s = max(0.0, (now_ms - int(oldest.partition(b"-")[0])) / 1000) if oldest else 0.0
     return StreamView(entries, dead, number, age_s, min(map(int, checkpoints), default=0))
+
+
+async def count_jobs(store: Store, registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
+    """Keeps `flowfleet_controller_jobs{status}` true, until cancelled. Only the controller that leads shows it, so that
+    a sum over controllers counts each job once."""
+    gauge = Gauge("flowfleet_controller_jobs", "Jobs by status", ["status"], registry=registry)
+    while True:
+        try:
+            counts = await store.lists.counts() if leads() else {}
+            gauge.clear()
+            for status, count in counts.items():
+                gauge.labels(status=str(status)).set(count)
+        except RedisError as error:
+            log.warning("could not count jobs: %s", error)
+        await asyncio.sleep(REDIS_PERIOD_S)

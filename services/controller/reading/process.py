@@ -69,7 +69,7 @@ def load(schemes: list[str]) -> None:
     from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
 
     if {"http", "https"} & set(schemes):
-        import services.controller.reading.http  # noqa: F401
+        import services.controller.reading.stores  # noqa: F401
     if "hf" in schemes:
         with contextlib.suppress(ImportError):  # told when it is asked for
             hub.load()
@@ -166,7 +166,7 @@ def _fetch(url: str, limit: int) -> bytes:
         from services.controller.reading.stores import read_object
 
         return read_object(url, limit)
-    from services.controller.reading.http import fetch
+    from services.controller.reading.stores import fetch
 
     return fetch(url, limit)
 

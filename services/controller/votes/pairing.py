@@ -10,7 +10,7 @@ chain of votes compares would be arbitrary. No voter gets a pair of a group twic
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -124,3 +124,15 @@ def _parts(samples: Sequence[int], pairs: Sequence[Pair]) -> list[set[int]]:
         joined = [part for part in parts if part & set(pair)]
         parts = [part for part in parts if not part & set(pair)] + [set().union(*joined)]
     return parts
+
+
+def preferred(group: VoteGroup) -> Iterator[tuple[int, int, int]]:
+    """Better sample, worse sample, and by how many votes, for each pair that most votes decide. Ties, and votes that
+    neither is good, decide nothing."""
+    lead = defaultdict[Pair, int](int)
+    for vote in counted(group.votes):
+        if vote.better is not None:
+            lead[vote.pair] += 1 if vote.better == vote.pair[0] else -1
+    for (first, second), margin in sorted(lead.items()):
+        if margin:
+            yield (first, second, margin) if margin > 0 else (second, first, -margin)

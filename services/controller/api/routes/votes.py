@@ -37,8 +37,7 @@ from services.controller.rewards.composition import weight_at
 from services.controller.store.records import from_epoch, reward_set
 from services.controller.store.sample_refs import SampleRefs
 from services.controller.store.samples import media_ref
-from services.controller.votes.pairing import Shown, lacking, next_pairs
-from services.controller.votes.preferences import preferred
+from services.controller.votes.pairing import Shown, lacking, next_pairs, preferred
 from services.controller.votes.report import Scores, report
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/votes", tags=["votes"])

@@ -11,8 +11,7 @@ import pytest
 
 from flowfleet.api.votes import Choice, Vote, VoteGroup, VoteSample, counted
 from services.controller.votes import pairing
-from services.controller.votes.pairing import Shown, is_complete, next_pairs
-from services.controller.votes.preferences import preferred
+from services.controller.votes.pairing import Shown, is_complete, next_pairs, preferred
 from services.controller.votes.report import report
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -16,8 +16,8 @@ from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.media.files import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.redis import keys
-from services.controller.api import comparisons
-from services.controller.api.comparisons import Comparisons
+from services.controller.api import dependencies
+from services.controller.api.dependencies import Comparisons
 from services.controller.api.routes import rewards as api_rewards
 from services.controller.job.shadow_queue import pair_of
 from services.controller.rewards.comparison import GroupScores, compare
@@ -275,7 +275,7 @@ async def test_comparisons_are_computed_when_there_is_something_new(
         computed.append((len(groups), threading.current_thread() is threading.main_thread()))
         return compare(groups)
 
-    monkeypatch.setattr(comparisons, "compare", watched)
+    monkeypatch.setattr(dependencies, "compare", watched)
     job_id = (await api.submit(job()))["id"]
     found = Comparisons()
     for count in (1, 1, 2):
