@@ -98,7 +98,8 @@ async def other_modality(session: Session) -> str | None:
         ("a video", session.takes_videos, media.video),
         ("a text", session.takes_texts, media.answer),
     )
-    told = [await _other(session, *other) for other in others if not _is_own(session, other[2])]
+    own = session.media(0)[1].partition("/")[0]
+    told = [await _other(session, *other) for other in others if other[2](0)[1].partition("/")[0] != own]
     return "; ".join(told)
 
 
@@ -110,10 +111,6 @@ async def _other(session: Session, name: str, is_taken: bool, make: Callable[[in
     scores = await session.scores(samples)
     require_scores(scores, [samples[0].sample_id])
     return f"{name}: {outcome(scores[samples[0].sample_id])}"
-
-
-def _is_own(session: Session, make: Callable[[int], media.Media]) -> bool:
-    return make(0)[1].partition("/")[0] == session.media(0)[1].partition("/")[0]
 
 
 def _require_pictures(session: Session) -> None:

@@ -60,7 +60,8 @@ def read_records(directory: Path) -> Iterator[Record]:
 def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Process]:
     """Returns all live processes of the stack, except this one."""
     by_pid: dict[int, psutil.Process] = {}
-    for process in [*_recorded(records, state_dir), *_marked(state_dir)]:
+    marked = [process for process in psutil.process_iter() if _has_mark(process, state_dir)]
+    for process in [*_recorded(records, state_dir), *marked]:
         by_pid[process.pid] = process
         try:
             by_pid.update((child.pid, child) for child in process.children(recursive=True))
@@ -118,10 +119,6 @@ def _is_same(process: psutil.Process, record: Record, state_dir: Path) -> bool:
     if record.started is None:
         return _has_mark(process, state_dir)
     return bool(abs(process.create_time() - record.started) <= CLOCK_SLACK_S)
-
-
-def _marked(state_dir: Path) -> Iterator[psutil.Process]:
-    return (process for process in psutil.process_iter() if _has_mark(process, state_dir))
 
 
 def _has_mark(process: psutil.Process, state_dir: Path) -> bool:

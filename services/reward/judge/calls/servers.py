@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
@@ -46,10 +45,8 @@ class Place:
 class Servers:
     """Servers for one event loop."""
 
-    def __init__(
-        self, settings: JudgeSettings, metrics: JudgeMetrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._servers = [_server(url, settings, clock) for url in settings.urls]
+    def __init__(self, settings: JudgeSettings, metrics: JudgeMetrics) -> None:
+        self._servers = [_server(url, settings) for url in settings.urls]
         self._waiting: deque[tuple[asyncio.Future[Place], Server | None]] = deque()
         for server in self._servers:
             metrics.watch(server.url, server.limiter, server.breaker)
@@ -118,17 +115,15 @@ class Servers:
 
     def _open_failure(self) -> CallFailed:
         wait_s = min(server.breaker.wait_s for server in self._servers)
-        reasons = "; ".join(_distinct([server.last_failure for server in self._servers]))
+        reasons = "; ".join(dict.fromkeys(server.last_failure for server in self._servers))
         return CallFailed("circuit_open", f"{reasons} (left alone for {wait_s:.1f} s more)", retry=False)
 
 
-def _server(url: str, settings: JudgeSettings, clock: Callable[[], float]) -> Server:
+def _server(url: str, settings: JudgeSettings) -> Server:
     return Server(
         url,
-        AimdLimiter(settings.concurrency, settings.max_concurrency, settings.target_latency_s, clock),
-        CircuitBreaker(settings.breaker_failures, settings.breaker_cooldown_s, settings.breaker_max_cooldown_s, clock),
+        AimdLimiter(settings.concurrency, settings.max_concurrency, settings.target_latency_s, time.monotonic),
+        CircuitBreaker(
+            settings.breaker_failures, settings.breaker_cooldown_s, settings.breaker_max_cooldown_s, time.monotonic
+        ),
     )
-
-
-def _distinct(texts: Sequence[str]) -> Collection[str]:
-    return dict.fromkeys(texts)
