@@ -191,7 +191,7 @@ async def test_one_read_serves_all_that_are_as_far(api: Api, job: Job, monkeypat
         reads.append(args)
         return await events(*args)
 
-    monkeypatch.setattr(api.store, "events", counted)
+    monkeypatch.setattr(api.store.events, "read", counted)
     await api.store.events.append(job_id, "phase", {"step": 1})
     texts = await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert len(set(texts)) == 1
@@ -212,10 +212,10 @@ async def test_pages_read_again_after_an_outage(api: Api, monkeypatch: pytest.Mo
     monkeypatch.setattr(feed, "RETRY_S", 0.05)
 
     async def broken(after: str, wait_s: float) -> Any:
-        monkeypatch.setattr(api.store, "notices", notices)
+        monkeypatch.setattr(api.store.notices, "after", notices)
         raise RedisConnectionError("gone")
 
-    monkeypatch.setattr(api.store, "notices", broken)
+    monkeypatch.setattr(api.store.notices, "after", broken)
     await api.store.events.append("any", "phase", {})
     await heard(stream, "reset")
 
