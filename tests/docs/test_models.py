@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from docs.generate import models as support
+from docs.generate import models
 from docs.generate.markdown import outdated
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
 from flowfleet.models.registry import FAMILIES
+from tests.e2e.matrix import choice as support
 
-PAGE = Path(__file__).parents[2] / support.PAGE
+PAGE = Path(__file__).parents[2] / models.PAGE
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert outdated(PAGE, support.parts()) == [], "run `make docs`"
+    assert outdated(PAGE, models.parts()) == [], "run `make docs`"
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.prompts.prompt import Prompt
@@ -25,6 +24,7 @@ from services.controller.rewards.composition import PREFERENCE
 from services.controller.rewards.job_rewards import SampleScore
 from services.rollout.sampling.requests import generation_request
 from services.trainer.step.requests import check_request, pairs_of
+from tests.e2e.matrix.choice import least_settings
 
 FLOWS = sorted(name for name, known in ALGORITHMS.items() if LOSSES[known.loss].kind != "sequence")
 SEQUENCES = sorted(ALGORITHMS.keys() - set(FLOWS))

@@ -1,4 +1,4 @@
-"""Models × algorithms: the cases that docs/generate/models.py chooses, their jobs, and what each must have done."""
+"""Models × algorithms: the cases that choice.py chooses, their jobs, and what each must have done."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from docs.generate.models import cases_on, least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.media.files import encode_media
 from flowfleet.models.registry import family_of
 from tests.e2e.conftest import Fleet, assert_accounted
+from tests.e2e.matrix.choice import cases_on, least_settings
 
 SIZE = 32
 NUM_PROMPTS = 2
@@ -78,7 +78,7 @@ def cases(kinds: tuple[str, ...]) -> list[Case]:
 
 
 def every_case(kind: str, *, writes: bool) -> list[Case]:
-    """The cases of docs/generate/models.py for a checkpoint."""
+    """The cases of choice.py for a checkpoint."""
     return [(kind, case.algorithm, case.mode) for case in cases_on(kind, PIPELINES[kind], writes=writes)]
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import AdvantageSettings
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.settings import Size
+from tests.e2e.matrix.choice import least_settings
 
 Parts = dict[str, Any]
 

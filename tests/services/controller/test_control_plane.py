@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from docs.generate.models import least_settings
 from flowfleet.algorithms.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.api.jobs import Desired, JobStatus
@@ -23,6 +22,7 @@ from services.controller.fleet import watch as fleet_watch
 from services.controller.job.driver import TICK_S
 from services.controller.rewards import scoring
 from services.controller.store.records import Action
+from tests.e2e.matrix.choice import least_settings
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
 from tests.waiting import until
 
