@@ -1,6 +1,5 @@
 """How good a tiny model is: its pictures judged as the demo's job judges them."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,6 @@ class Legibility:
     exact: float
     edge_density: float
     colour_entropy: float
-
-
-def mean_over(results: Sequence[Legibility]) -> Legibility:
-    """Each figure's mean over `results`, of equally many pictures each."""
-    return Legibility(*np.mean([dataclasses.astuple(result) for result in results], axis=0).tolist())
 
 
 class Judge:

@@ -13,25 +13,21 @@ mean.
 """
 
 import argparse
-import dataclasses
 import functools
-import json
 import logging
 import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import QwenImagePipeline
 
-from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from recipes.tiny.components import build_pipeline
-from recipes.tiny.evaluation import Judge, Legibility, mean_over
+from recipes.tiny.evaluation import Judge, Legibility
 from recipes.tiny.make_prompts import read_prompts
-from recipes.tiny.painting import NOISE_SEEDS, contact_sheet, paint
+from recipes.tiny.making import NOISE_SEEDS, mean_over, parser, run
+from recipes.tiny.painting import contact_sheet, paint
 from recipes.tiny.signs import draw_example, word_in
-from recipes.tiny.training import encode_images, train_transformer, train_vae
+from recipes.tiny.training import encode_images, train_image_vae, train_transformer
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ def make(options: argparse.Namespace) -> Any:
     torch.manual_seed(options.seed)
     pipeline = build_pipeline().to(device)
     pipeline.set_progress_bar_config(disable=True)
-    train_vae(pipeline.vae, pixels, options.vae_seconds, options.vae_batch)
+    train_image_vae(pipeline.vae, pixels, options.vae_seconds, options.vae_batch)
     latents = encode_images(pipeline.vae, pixels)
 
     def report() -> None:
@@ -65,20 +61,11 @@ def make(options: argparse.Namespace) -> Any:
     return pipeline
 
 
-def save(pipeline: Any, folder: Path) -> None:
-    """Write the diffusers folder with fp16 weights."""
-    pipeline.to(torch.float16).save_pretrained(folder, safe_serialization=True)
-
-
-def evaluate(folder: Path, options: argparse.Namespace) -> dict[str, Legibility]:
-    """Load `folder` as a user would, in fp32, and judge it on the validation prompts; write the sheet if asked for.
+def evaluate(pipeline: Any, options: argparse.Namespace) -> dict[str, Legibility]:
+    """Judges the pipeline on the validation prompts; writes the sheet if asked for.
 
     Keys are the seeds of the noise, then "mean".
     """
-    pipeline = load_pipeline(
-        QwenImagePipeline, folder, dtype=torch.float32, device=options.device, components=ALL_COMPONENTS
-    )
-    pipeline.set_progress_bar_config(disable=True)
     prompts = read_prompts("validation")
     images = {seed: paint(pipeline, prompts, seed) for seed in NOISE_SEEDS}
     if options.sheet is not None:
@@ -88,27 +75,9 @@ def evaluate(folder: Path, options: argparse.Namespace) -> dict[str, Legibility]
     return results | {"mean": mean_over(list(results.values()))}
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--num-signs", type=int, default=300_000)
-    parser.add_argument("--wrong-share", type=float, default=0.30, help="share of captions that name another word")
-    parser.add_argument("--vae-seconds", type=float, default=60)
-    parser.add_argument("--vae-batch", type=int, default=96)
-    parser.add_argument("--transformer-seconds", type=float, default=310)
-    parser.add_argument("--transformer-batch", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sheet", type=Path, help="write 32 pictures of the finished model to this PNG")
-    return parser.parse_args()
-
-
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options = parse_options()
-    save(make(options), options.output)
-    for noise, legibility in evaluate(options.output, options).items():
-        print(json.dumps({"noise": noise} | dataclasses.asdict(legibility)))
+    vae, transformer = {"vae_seconds": 60.0, "vae_batch": 96}, {"transformer_seconds": 310.0, "transformer_batch": 1024}
+    run(parser(__doc__, num_signs=300_000, **vae, **transformer).parse_args(), make, evaluate)
 
 
 if __name__ == "__main__":

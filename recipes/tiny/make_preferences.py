@@ -18,10 +18,10 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from flowfleet.job.spec import read_job_file
-from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import JOB_FILE
 from recipes.tiny.make_prompts import read_prompts
+from recipes.tiny.making import load
 from recipes.tiny.painting import paint
 from recipes.tiny.pairs import preferences_of, write_preferences
 from services.reward.scorer import Sample, Score
@@ -35,16 +35,13 @@ logger = logging.getLogger(__name__)
 def make(options: argparse.Namespace) -> int:
     """Writes the data set and returns its number of pairs."""
     prompts = read_prompts("train")[: options.prompts]
-    pipeline = load_pipeline(
-        QwenImagePipeline, MODEL, dtype=torch.float32, device=options.device, components=ALL_COMPONENTS
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = load(QwenImagePipeline, MODEL, options.device)
     each = options.pictures
     painted = [paint(pipeline, prompts, options.seed + number) for number in range(each)]
     pictures = np.stack(painted, axis=1).reshape(len(prompts) * each, *painted[0].shape[1:])
     repeated = [prompt for prompt in prompts for _ in range(each)]
     preferences = preferences_of(pictures, repeated, _scores(pictures, repeated), each, pairs_per_prompt=1)
-    write_preferences(options.output, preferences, MODEL)
+    write_preferences(options.output, preferences)
     return len(preferences)
 
 

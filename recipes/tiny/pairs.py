@@ -11,7 +11,6 @@ from flowfleet.algorithms.preferences import make_pairs
 from recipes.tiny.signs import Pixels
 
 FILE = "preferences.jsonl"
-PAINTER = "painter.txt"
 
 
 class Preference(NamedTuple):
@@ -30,8 +29,8 @@ def preferences_of(
     return [Preference(prompts[pair.winner], pictures[pair.winner], pictures[pair.loser]) for pair in pairs]
 
 
-def write_preferences(folder: Path, preferences: Sequence[Preference], model: Path) -> None:
-    """Writes `FILE` with its pictures, and which model painted them."""
+def write_preferences(folder: Path, preferences: Sequence[Preference]) -> None:
+    """Writes `FILE` with its pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, one in enumerate(preferences):
@@ -41,10 +40,3 @@ def write_preferences(folder: Path, preferences: Sequence[Preference], model: Pa
             Image.fromarray(picture).save(folder / line[verdict])
         lines.append(json.dumps(line) + "\n")
     (folder / FILE).write_text("".join(lines), encoding="utf-8")
-    (folder / PAINTER).write_text(f"{model.resolve()}\n", encoding="utf-8")
-
-
-def painter_of(folder: Path) -> Path | None:
-    """The folder of the model that painted a data set's pictures; None where it does not say."""
-    file = folder / PAINTER
-    return Path(file.read_text(encoding="utf-8").strip()) if file.exists() else None

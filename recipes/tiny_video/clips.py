@@ -85,14 +85,6 @@ class Films:
     captions: Tensor
 
 
-def direction_in(prompt: str) -> str:
-    """The direction that a prompt asks for; ValueError where it names none."""
-    last = prompt.split()[-1] if prompt.split() else ""
-    if last not in DIRECTIONS:
-        raise ValueError(f"the prompt {prompt!r} must end in one of {', '.join(DIRECTIONS)}")
-    return last
-
-
 def draw_films(num: int, wrong_share: float, seed: int, device: torch.device | str = "cpu") -> Films:
     """`num` films of random `TRAIN_CLIPS`; with probability `wrong_share` the caption names another direction."""
     generator = torch.Generator().manual_seed(seed)
