@@ -9,6 +9,7 @@ step. The bar is a ratio of at most 1.10. The first step of each round warms up 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def main() -> None:
         with local_stack(stack) as running, Client(running.url) as client:
             for number in range(options.rounds):
                 alone += [monolith.step(number * spec.schedule.steps + step) for step in range(spec.schedule.steps)][1:]
+                print(f"round {number + 1} of {options.rounds}: one process is done", file=sys.stderr, flush=True)
                 services += run_as_services(client, job)[1:]
     rows = compare(alone, services)
     report.finish("step", options, rows, [*rows[0]])

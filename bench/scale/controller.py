@@ -9,7 +9,6 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -24,11 +23,12 @@ from services.controller.jobs.scheduler import JobScheduler
 from services.controller.platforms.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
+from tests.services.controller.scripted import ScriptedLauncher
 
 BEAT_S = 0.05
 
 
-class SimulatedLauncher:
+class SimulatedLauncher(ScriptedLauncher):
     """The trainer of a job's pool is always there."""
 
     def __init__(self, load: Load) -> None:
@@ -36,18 +36,6 @@ class SimulatedLauncher:
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         return self._load.trainer_address(int(spec.rollout.pool.rpartition("-")[2]))
-
-    async def alive(self, job_id: str) -> bool:
-        return True
-
-    async def termination_message(self, job_id: str) -> str:
-        return ""
-
-    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
-        return
-
-    async def keep_only(self, job_ids: Collection[str]) -> None:
-        return
 
 
 class LagNotes:

@@ -17,7 +17,7 @@ from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
 from flowfleet.process import service
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from flowfleet.rewards.requests import no_gradient
+from tests.services.controller.scripted import ScriptedReward
 
 DEADLINE_S = 60.0
 METRICS = {f"actor/metric_{number}": float(number) for number in range(30)}
@@ -85,26 +85,16 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True)
 
 
-class Reward(reward_pb2_grpc.RewardServiceServicer):
+def score(sample: reward_pb2.RewardSample) -> float:
     """A number that differs inside a group."""
-
-    async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
-        return reward_pb2.DescribeResponse(name="score", version="1")
-
-    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        names = [sample.sample_id for sample in request.samples]
-        scores = [reward_pb2.RewardScore(sample_id=n, score=int(n.rpartition("/")[2]) / 4) for n in names]
-        return reward_pb2.ScoreResponse(scores=scores)
-
-    async def ScoreWithGradient(self, request: Any, context: Any) -> reward_pb2.ScoreWithGradientResponse:
-        await no_gradient(context)
+    return int(sample.sample_id.rpartition("/")[2]) / 4
 
 
 async def serve(load: Load, path: Path) -> None:
-    notes = Notes()
+    notes, reward = Notes(), ScriptedReward(score, name="score", version="1")
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
     servers = [await listen(add, Trainer(load, notes), load.trainer_address(pool)) for pool in range(load.jobs)]
-    servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, Reward(), load.reward_address))
+    servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, reward, load.reward_address))
     await until_stopped(notes, path)
 
 
