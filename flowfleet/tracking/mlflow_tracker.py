@@ -10,7 +10,16 @@ from typing import Any, Final
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import COLUMNS, Histogram, Picture, Values, missing, score_names, temporary_folder
+from flowfleet.tracking.tracker import (
+    COLUMNS,
+    Histogram,
+    Picture,
+    Values,
+    missing,
+    row_of,
+    score_names,
+    temporary_folder,
+)
 
 try:
     from mlflow import MlflowClient
@@ -94,10 +103,7 @@ class MlflowTracker:
 
     def _log_table(self, path: str, version: int, pictures: Sequence[Picture], shown: Mapping[str, str]) -> None:
         names = score_names(pictures)
-        rows = [
-            [version, row.prompt, shown.get(row.name), row.reward, *(row.scores.get(name) for name in names)]
-            for row in pictures
-        ]
+        rows = [row_of(version, row, shown.get(row.name), names) for row in pictures]
         self._client.log_dict(self._run, {"columns": [*COLUMNS, *names], "data": rows}, path)
         tables = json.loads(self._client.get_run(self._run).data.tags.get(TABLES, "[]"))
         if {"path": path, "type": "table"} not in tables:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import COLUMNS, VIDEO, Histogram, Picture, Values, missing, score_names
+from flowfleet.tracking.tracker import COLUMNS, VIDEO, Histogram, Picture, Values, missing, row_of, score_names
 
 try:
     from PIL import Image
@@ -134,10 +134,7 @@ def _text(name: str, text: str) -> Any:
 def _markdown(version: int, pictures: Sequence[Picture]) -> str:
     names = score_names(pictures)
     columns = [*COLUMNS, *names]
-    rows = [
-        [version, picture.prompt, picture.name, picture.reward, *(picture.scores.get(name) for name in names)]
-        for picture in pictures
-    ]
+    rows = [row_of(version, picture, picture.name, names) for picture in pictures]
     lines: list[Sequence[object]] = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

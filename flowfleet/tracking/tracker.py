@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
@@ -109,6 +109,18 @@ class Tracker(Protocol):
 def score_names(pictures: Sequence[Picture]) -> list[str]:
     """Names of all scores, in the order in which they are first seen."""
     return list(dict.fromkeys(name for picture in pictures for name in picture.scores))
+
+
+def row_of(version: int, picture: Picture, shown: object, names: Sequence[str]) -> list[object]:
+    """A row of the table of a validation, under `COLUMNS` and the scores' names; `shown` stands for the picture."""
+    return [version, picture.prompt, shown, picture.reward, *(picture.scores.get(name) for name in names)]
+
+
+def media_of(picture: Picture, folder: Path, image: Callable[[str], Any], video: Callable[[str], Any]) -> Any:
+    """Returns a text as it is, other media as the tracker's object of a file in `folder`; None without media."""
+    if picture.media is None or picture.text is not None:
+        return picture.text
+    return (video if picture.media_type == VIDEO else image)(str(picture.write(folder)))
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

@@ -11,11 +11,12 @@ from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
 from flowfleet.tracking.tracker import (
     COLUMNS,
-    VIDEO,
     Histogram,
     Picture,
     Values,
+    media_of,
     missing,
+    row_of,
     score_names,
     temporary_folder,
 )
@@ -56,10 +57,8 @@ class TrackioTracker:
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
         with temporary_folder() as folder:
             names = score_names(pictures)
-            rows = [
-                [version, row.prompt, _media(row, Path(folder)), row.reward, *(row.scores.get(name) for name in names)]
-                for row in pictures
-            ]
+            shown = [media_of(row, Path(folder), trackio.Image, trackio.Video) for row in pictures]
+            rows = [row_of(version, row, media, names) for row, media in zip(pictures, shown, strict=True)]
             table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
             self._log({**values, "pictures": table}, version)
 
@@ -78,12 +77,3 @@ class TrackioTracker:
         """Writes at once: Trackio keeps rows for half a second, and a kill would lose them."""
         self._run.log(dict(row), step=step)
         self._run._flush_queues_inline()
-
-
-def _media(picture: Picture, folder: Path) -> Any:
-    if picture.media is None:
-        return None
-    if picture.text is not None:
-        return picture.text
-    path = str(picture.write(folder))
-    return trackio.Video(path) if picture.media_type == VIDEO else trackio.Image(path)

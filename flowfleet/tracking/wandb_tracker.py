@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,11 +13,12 @@ from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
 from flowfleet.tracking.tracker import (
     COLUMNS,
-    VIDEO,
     Histogram,
     Picture,
     Values,
+    media_of,
     missing,
+    row_of,
     score_names,
     temporary_folder,
 )
@@ -75,8 +77,8 @@ class WandbTracker:
             names = score_names(pictures)
             table = wandb.Table(columns=[*COLUMNS, *names])
             for picture in pictures:
-                scores = [picture.scores.get(name) for name in names]
-                table.add_data(version, picture.prompt, _media(picture, Path(folder)), picture.reward, *scores)
+                shown = media_of(picture, Path(folder), wandb.Image, partial(wandb.Video, format="mp4"))
+                table.add_data(*row_of(version, picture, shown, names))
             self._log({"version": version, **values, "pictures": table}, at)
 
     def model(self, folder: Path, job: Job) -> None:
@@ -99,12 +101,3 @@ class WandbTracker:
         self._run.log({**row, "time": at.timestamp()}, step=self._records, commit=True)
         self._records += 1
         time.sleep(2 * FLUSH_S)
-
-
-def _media(picture: Picture, folder: Path) -> Any:
-    if picture.media is None:
-        return None
-    if picture.text is not None:
-        return picture.text
-    path = str(picture.write(folder))
-    return wandb.Video(path, format="mp4") if picture.media_type == VIDEO else wandb.Image(path)
