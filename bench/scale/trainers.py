@@ -91,7 +91,8 @@ def score(sample: reward_pb2.RewardSample) -> float:
 
 
 async def serve(load: Load, path: Path) -> None:
-    notes, reward = Notes(), ScriptedReward(score, name="score", version="1")
+    notes = Notes()
+    reward = ScriptedReward(score, name="score", version="1")  # type: ignore[abstract]
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
     servers = [await listen(add, Trainer(load, notes), load.trainer_address(pool)) for pool in range(load.jobs)]
     servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, reward, load.reward_address))

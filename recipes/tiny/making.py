@@ -75,4 +75,5 @@ def sample(pipeline: Any, prompts: Sequence[str], shape: tuple[int, ...], seed: 
 def mean_over(results: Sequence[T]) -> T:
     """Each figure's mean over `results`, dataclasses of equally many samples each."""
     rows = [dataclasses.astuple(result) for result in results]
-    return type(results[0])(*np.mean(rows, axis=0).tolist())
+    found: T = type(results[0])(*np.mean(rows, axis=0).tolist())
+    return found

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from recipes.tiny.making import NOISE_SEEDS, mean_over, parser, run
+from recipes.tiny.training import LATENT_BATCH
 from recipes.tiny_video.clips import TRAIN_CLIPS, draw_films
 from recipes.tiny_video.components import build_pipeline
 from recipes.tiny_video.evaluation import Obedience, contact_sheet, film, judge
 from recipes.tiny_video.make_prompts import read_prompts
-from recipes.tiny_video.training import LATENT_BATCH, encode_films, fidelity, train_film_vae, train_transformer
+from recipes.tiny_video.training import encode_films, fidelity, train_film_vae, train_transformer
 
 logger = logging.getLogger(__name__)
 
