@@ -365,7 +365,9 @@ class GenerateEvent(_message.Message):
 
     SAMPLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sample(self) -> _common_pb2.Sample: ...
+    def sample(self) -> _common_pb2.Sample:
+        """of a training sample only its id: the sample itself is in the job's stream"""
+
     def __init__(
         self,
         *,

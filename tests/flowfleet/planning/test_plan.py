@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowfleet.algorithms.registry import LOSSES
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import EmaPart, JobSpec, TeacherPart, parse_job
 from flowfleet.planning.advice import advise
@@ -181,7 +182,9 @@ def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[Job
 def test_each_teacher_is_an_adapter_in_fp32_on_every_rank(eager: tuple[JobSpec, Facts]) -> None:
     spec, facts = eager
     teachers = {name: TeacherPart(adapter=name, sources=(name,)) for name in ("one", "two")}
-    part = spec.algorithm.model_copy(update={"name": "diffusion_opd", "loss": "diffusion_opd", "teachers": teachers})
+    part = LOSSES["diffusion_opd"].model.model_validate(
+        {"name": "diffusion_opd", "loss": "diffusion_opd", "teachers": teachers}
+    )
     taught = spec.model_copy(update={"algorithm": part})
     plain, held = trainer_memory(spec, facts), trainer_memory(taught, facts)
     assert held.parts["teachers"] == 2 * 4 * facts.trained
