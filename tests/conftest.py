@@ -48,6 +48,19 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": EventLoop}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """Takes back the variables that a file's tests set in this process: services fork only under those that the fork
+    server began with, and start by exec, several seconds slower, under others."""
+    before = dict(os.environ)
+    yield
+    for name in (os.environ.keys() | before.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile without what earlier tests compiled and counted."""
