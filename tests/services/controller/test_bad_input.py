@@ -63,8 +63,8 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no noise for a policy loss": ({"rollout": {"noise": {"eta": 0.0}}}, "rollout.noise.eta", "diffusion_nft"),
     "correction without ratios": (
         {"algorithm": {"name": "diffusion_nft", "correction": {"mode": "band"}}},
-        "algorithm.correction.mode",
-        'set it to "none"',
+        "algorithm.correction",
+        "leave it out",
     ),
     "no old mean": (
         {"algorithm": {"name": "grpo_guard", "old_log_probs": "rollout"}},
@@ -230,7 +230,7 @@ async def test_an_error_of_ours_stays_in_the_log(jobs: Api, monkeypatch: pytest.
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(jobs.store, "get", broken)
+        patch.setattr(jobs.store.jobs, "get", broken)
         job_id = (await jobs.store.jobs.active())[0]
         response = await jobs.client.get(f"/v1/jobs/{job_id}")
     check_problem(response, 500)
