@@ -93,11 +93,6 @@ def user_rules(kind: str, *, selectors: bool = True) -> str:
     return " ".join(words)
 
 
-def sentinel_rules() -> str:
-    """The rights of each kind's user at a Sentinel of Redis 7 or later."""
-    return " ".join(["resetkeys", "resetchannels", "-@all", *_words(SENTINEL_RULE)])
-
-
 def config_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:
     """`user` lines of redis.conf by kind, with digests in place of the passwords."""
     return "".join(

@@ -24,11 +24,6 @@ def job_key(job_id: str, *parts: str | int) -> str:
     return ":".join(["ff", *(_checked(part) for part in (job_id, *parts))])
 
 
-def job_prefix(job_id: str) -> str:
-    """Beginning of all keys of the job."""
-    return job_key(job_id) + ":"
-
-
 def trajectories(job_id: str) -> str:
     """Stream of finished samples (protobuf, references only)."""
     return job_key(job_id, "trajectories")

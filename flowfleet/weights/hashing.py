@@ -1,4 +1,4 @@
-"""Sums over the mixed words of tensors: the content part of `weights.tensor_hash`, on the tensors' device.
+"""Sums over the mixed words of tensors: the content part of `weights.tensor_hashes`, on the tensors' device.
 
 On CUDA one Triton kernel reads every tensor once, in one launch for all; elsewhere torch's own operations do, which
 read the words a dozen times. Both give the same 64 bits.

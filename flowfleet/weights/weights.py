@@ -58,24 +58,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 # Hashes ---------------------------------------------------------------------------------------------------------------
 
 
-def tensor_hash(tensor: Tensor) -> int:
-    """Position-dependent 64-bit hash of a tensor's dtype, shape and bytes, computed on its device.
-
-    The sum of `hashing.content_sums` plus the first 8 bytes of sha256 of dtype and shape, modulo 2^64. Swapped
-    elements, unlike in a plain sum, change it. It guards against mistakes and torn transfers, not against an adversary.
-    """
-    return tensor_hashes([("", tensor)])[""]
-
-
 def tensor_hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """`tensor_hash` of many tensors of one device by name, with one wait for the device."""
+    """Position-dependent 64-bit hashes of tensors' dtypes, shapes and bytes by name, computed on their one device.
+
+    A hash is the sum of `hashing.content_sums` plus the first 8 bytes of sha256 of dtype and shape, modulo 2^64.
+    Swapped elements, unlike in a plain sum, change it. It guards against mistakes and torn transfers, not against an
+    adversary. The device is waited for once.
+    """
     hashes = Hashes()
     hashes.add(tensors)
     return hashes.result()
 
 
 class Hashes:
-    """`tensor_hash` of tensors that come in batches; the device is waited for in `result` alone."""
+    """`tensor_hashes` of tensors that come in batches; the device is waited for in `result` alone."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -219,17 +215,6 @@ def receive(member: Member, buckets: Sequence[Bucket], into: Callable[[str, Tens
             unpack()
     while pending:
         unpack()
-
-
-def filling(tensors: Mapping[str, Tensor]) -> Fill:
-    """A `fill` that takes whole tensors by name, cast to the buckets' dtypes."""
-
-    @torch.no_grad()
-    def fill(bucket: Bucket, flat: Tensor) -> None:
-        for spec, view in views(bucket, flat):
-            view.copy_(tensors[spec.name])
-
-    return fill
 
 
 def copy_into(parameters: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:

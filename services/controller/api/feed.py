@@ -151,10 +151,6 @@ class Feed:
         """Rows of all jobs that have not ended, with their places."""
         return {row.id: row for row in placed(await self.rows(await self._store.jobs.active()))}
 
-    def check_soon(self) -> None:
-        """Has sessions and keys checked at the next turn."""
-        self._checked = float("-inf")
-
     # -- the reader --------------------------------------------------------------------------------------------
 
     async def _end_at_closing(self) -> None:

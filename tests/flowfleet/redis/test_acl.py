@@ -213,7 +213,8 @@ def test_the_charts_redis_has_these_users() -> None:
     folder = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "redis"
     users = "".join(f"{kind} {redis_acl.user_rules(kind)}\n" for kind in redis_acl.RULES)
     assert (folder / "users").read_text(encoding="utf-8") == users
-    sentinel_users = "".join(f"{kind} {redis_acl.sentinel_rules()}\n" for kind in redis_acl.RULES)
+    rules = " ".join(["resetkeys", "resetchannels", "-@all", *redis_acl.SENTINEL_RULE.commands])
+    sentinel_users = "".join(f"{kind} {rules}\n" for kind in redis_acl.RULES)
     assert (folder / "sentinel-users").read_text(encoding="utf-8") == sentinel_users
 
 

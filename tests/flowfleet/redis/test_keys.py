@@ -10,12 +10,12 @@ def test_keys_of_a_job() -> None:
     assert keys.trajectories("j1") == "ff:j1:trajectories"
     assert keys.dead_trajectories("j1") == "ff:j1:trajectories:dead"
     assert keys.blob("j1", "trajectory", 3, 0, 11) == "ff:j1:blob:trajectory:3:0:11"
-    assert keys.blob("j1", "x").startswith(keys.job_prefix("j1"))
+    assert keys.blob("j1", "x").startswith(keys.job_key("j1") + ":")
 
 
 def test_no_job_id_collides_with_the_fleet() -> None:
     for job_id in ("replica", "jobs", "-fleet", "fleet"):
-        assert not keys.job_prefix(job_id).startswith(keys.fleet_key("replica")[:9])
+        assert not f"{keys.job_key(job_id)}:".startswith(keys.fleet_key("replica")[:9])
     assert keys.replicas("records") == "ff-fleet:replicas:records"
 
 

@@ -10,6 +10,7 @@ import torch
 from flowfleet.proto.rollout_pb2 import TransferGroup
 from flowfleet.weights import weights
 from flowfleet.weights.transfer import GroupBroken, TransferError, TransferMember, TransferStore
+from tests.filling import filling
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
@@ -67,7 +68,7 @@ def test_leaving_ends_a_wait_at_once_and_another_group_can_be_formed() -> None:
     target = torch.zeros(5)
     thread = threading.Thread(target=weights.receive, args=(receiver, buckets, weights.copy_into({"a": target})))
     thread.start()
-    sent = weights.send(sender, buckets, weights.filling(tensors))
+    sent = weights.send(sender, buckets, filling(tensors))
     thread.join()
     assert weights.verify({"a": target}, sent.hashes) == weights.digest(weights.tensor_hashes(tensors.items()))
 

@@ -22,6 +22,7 @@ from flowfleet.redis.client import connect
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.weights import lora, weights
 from flowfleet.weights.transfer import TransferMember, TransferStore
+from tests.filling import filling
 from tests.forks import start
 from tests.services.rollout.conftest import PROMPTS
 from tests.streamed import streamed
@@ -159,7 +160,7 @@ class Sender:
 
     async def send(self, buckets: list[rollout_pb2.Bucket], tensors: Mapping[str, torch.Tensor]) -> None:
         assert self.member is not None
-        await asyncio.to_thread(weights.send, self.member, buckets, weights.filling(tensors))
+        await asyncio.to_thread(weights.send, self.member, buckets, filling(tensors))
 
 
 def make_adapter(model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, seed: int) -> dict[str, torch.Tensor]:

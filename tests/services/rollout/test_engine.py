@@ -31,6 +31,7 @@ from services.rollout.engines import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
+from tests.filling import filling
 from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
 
 
@@ -533,7 +534,7 @@ async def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_ba
     buckets = weights.make_buckets(weights.specs_of(trained), bucket_bytes=100_000)
     assert len(buckets) > 3
     recorder = Recorder()
-    weights.send(recorder, buckets, weights.filling(trained))
+    weights.send(recorder, buckets, filling(trained))
     with pytest.raises(ValueError, match="every weight once"):
         await engine.receive(Sender(recorder.flats), buckets[:-1])
     await engine.receive(Sender(recorder.flats), buckets)
@@ -589,7 +590,7 @@ async def test_a_quantized_model_computes_with_the_weights_that_were_verified_la
     trained = {name: value * 2 for name, value in weights.full_parameters(adapter.experts).items()}
     buckets, hashes = weights.make_buckets(weights.specs_of(trained)), weights.tensor_hashes(trained.items())
     recorder = Recorder()
-    weights.send(recorder, buckets, weights.filling(trained))
+    weights.send(recorder, buckets, filling(trained))
 
     await engine.receive(Sender(recorder.flats), buckets)
     with pytest.raises(DataLoss):

@@ -31,6 +31,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.sampling.requests import NO_SAMPLING
+from tests.filling import filling
 from tests.services.rollout.test_engine import Recorder, Sender
 from tests.services.rollout.text_models import save_text_model
 
@@ -353,7 +354,7 @@ def test_full_weights_are_received_in_place_and_the_next_job_gets_the_base_back(
 async def received(engine: VllmEngine, state: dict[str, Tensor]) -> None:
     buckets = weights.make_buckets(weights.specs_of(state), 4096)
     recorder = Recorder()
-    weights.send(recorder, buckets, weights.filling(state))
+    weights.send(recorder, buckets, filling(state))
     with pytest.raises(ValueError, match="every weight once"):
         await engine.receive(Sender(recorder.flats), buckets[:-1])
     await engine.receive(Sender(recorder.flats), buckets)

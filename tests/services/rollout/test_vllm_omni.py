@@ -22,6 +22,7 @@ from flowfleet.weights import lora, weights
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
+from tests.filling import filling
 from tests.services.rollout.conftest import LORA, make_request
 from tests.services.rollout.test_engine import (  # The tests among these run here as well, on this file's engine.
     Recorder,
@@ -275,7 +276,7 @@ def sent(tensors: dict[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Buckets, and the bytes that a trainer would broadcast."""
     buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=100_000)
     recorder = Recorder()
-    weights.send(recorder, buckets, weights.filling(tensors))
+    weights.send(recorder, buckets, filling(tensors))
     return buckets, recorder.flats
 
 

@@ -16,6 +16,7 @@ from flowfleet.weights import lora, weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
+from tests.filling import filling
 from tests.services.rollout.test_engine import Recorder, Sender
 from tests.services.rollout.test_families import batch_of, final_of, path_of, request_for
 from tests.tiny_models import make_tiny
@@ -98,7 +99,7 @@ def test_full_weights_arrive_by_name_and_the_base_comes_back(pair: Pair) -> None
     }
     buckets = weights.make_buckets(weights.specs_of(trained), bucket_bytes=100_000)
     recorder = Recorder()
-    weights.send(recorder, buckets, weights.filling(trained))
+    weights.send(recorder, buckets, filling(trained))
     with pytest.raises(ValueError, match="every weight once"):
         asyncio.run(pair.omni.receive(Sender(recorder.flats), buckets[:-1]))
     hashes = weights.tensor_hashes(trained.items())

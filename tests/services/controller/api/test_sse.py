@@ -235,8 +235,6 @@ async def test_streams_end_with_the_session_that_opened_them(settings: Controlle
         for stream in streams:
             await heard(stream, "hello")
         await services.sessions.close(token)
-        services.feed.check_soon()
         assert await heard(streams[1], "end") == {"reason": "session"}
         file.write_text("")
-        services.feed.check_soon()
         assert await heard(streams[0], "end") == {"reason": "session"}
