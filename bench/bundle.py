@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import lzma
+import os
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from email import message_from_bytes
 from importlib import metadata
 from pathlib import Path
@@ -65,7 +67,16 @@ def main() -> int:
 def pack_tree(output: Path) -> None:
     """Archives the files of the commit that is checked out."""
     tree = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-    output.write_bytes(lzma.compress(tree, preset=9))
+    with _whole(output) as part:
+        part.write_bytes(lzma.compress(tree, preset=9))
+
+
+@contextmanager
+def _whole(output: Path) -> Iterator[Path]:
+    """Gives a name to write to. The file gets its own name when it is complete."""
+    part = output.with_name(f"{output.name}.part")
+    yield part
+    os.replace(part, output)
 
 
 def with_their_own(extra: str, asked: Sequence[Requirement]) -> list[str]:
@@ -99,7 +110,7 @@ def required_by(wheel: Path) -> list[str]:
 
 def pack(wheels: Sequence[Path], output: Path) -> None:
     """Unpacks wheels into an archive as they lie in site-packages, with this package's own metadata."""
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(output, "w:xz", preset=9) as archive:
+    with tempfile.TemporaryDirectory() as folder, _whole(output) as part, _archive(part) as archive:
         site, own = Path(folder), metadata.distribution("flowfleet")
         about = site / f"flowfleet-{own.version}.dist-info"
         about.mkdir()
@@ -110,6 +121,11 @@ def pack(wheels: Sequence[Path], output: Path) -> None:
                     path = Path(source.extract(item, site))
                     path.chmod(0o755 if item.external_attr >> 16 & 0o111 else 0o644)
         archive.add(site, ".")
+
+
+def _archive(path: Path) -> tarfile.TarFile:
+    """Opens it for writing at preset 2: preset 9 takes minutes on a slow machine."""
+    return tarfile.open(path, "w:xz", preset=2)
 
 
 def _kept(source: zipfile.ZipFile) -> Iterator[zipfile.ZipInfo]:

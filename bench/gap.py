@@ -1,7 +1,7 @@
 """Measures how far a rollout's log-probs are from the trainer's, by how the rollout computes.
 
     python -m bench.gap [--variants eager,compiled,fp8,vllm-omni,vllm-omni-compiled,vllm-omni-fp8]
-        [--trainers eager,compiled] [--base fp8] [--lora-rank 64 --lora-std 1e-3] [--guidance 4]
+        [--trainers eager,compiled] [--base fp8] [--lora-rank 64] [--guidance 4]
     python -m bench.gap --tiny --variants eager --trainers eager --images 2 --batch 2 --micro-batch 2
     FLOWFLEET_FP8_MIN_SIZE=16 python -m bench.gap --tiny --base fp8 --lora-rank 4 --variants eager,merged
 
@@ -11,7 +11,7 @@ difference of the two log-probs, each a mean over a sample's elements; `beyond_c
 would clip. Each side runs in a process of its own. Weights are random, so the figures are those of the arithmetic.
 
 `--base fp8` is `model.base` of both sides. `--lora-rank` gives both the same adapter on the family's targets, of
-factors drawn with `--lora-std`; variants named merged round it into the weights (`rollout.adapter`).
+random factors; variants named merged round it into the weights (`rollout.adapter`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench import report
+from bench.replica import random_adapter
 from flowfleet.algorithms.correction import agreement_metrics
 from flowfleet.algorithms.losses import Limits
 from flowfleet.algorithms.sde import reverse_step
@@ -61,9 +62,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm-omni-merged": ("vllm-omni", {"compile": True, "merged": True}),
 }
 """Name to the engine, what its ModelSpec says, and whether the adapter is merged."""
+CLIP, LORA_STD = 1e-5, 1e-3
+AGREEMENT = {
+    "mean": LOG_PROB_GAP,
+    "p99": "rollout_corr/log_ratio_abs_p99",
+    "max": "rollout_corr/log_ratio_abs_max",
+    "beyond_clip": "rollout_corr/beyond_clip",
+    "exact": "rollout_corr/exact",
+}
+"""Figures by the name of the trainer's metric."""
 STEP_TYPE, ETA, WINDOW = "sde", 1.2, (0, 1)
-SETTINGS: tuple[str, ...] = ("images", "batch", "micro_batch", "steps", "size", "guidance", "dtype", "clip", "base")
-SETTINGS += ("lora_rank", "lora_std")
+SETTINGS: tuple[str, ...] = (
+    "images",
+    "batch",
+    "micro_batch",
+    "steps",
+    "size",
+    "guidance",
+    "dtype",
+    "base",
+    "lora_rank",
+)
 
 
 def main() -> int:
@@ -97,15 +116,8 @@ def lora_spec(options: argparse.Namespace, *, merged: bool = False) -> LoraSpec:
 
 def adapter_state(options: argparse.Namespace) -> dict[str, Tensor]:
     """Random factors by published name, the same on both sides."""
-    bare = adapter_for(options.model).load(
-        options.model, dtype=dtype_of(options.dtype), components=("transformer",), load_format="empty"
-    )
-    shapes = {name: tensor.shape for name, tensor in lora.inject_lora(bare.experts, lora_spec(options)).items()}
-    generator = torch.Generator().manual_seed(7)
-    return {
-        name: (torch.randn(shape, generator=generator) * options.lora_std).to(dtype_of(options.dtype))
-        for name, shape in shapes.items()
-    }
+    model = ModelSpec(path=str(options.model), dtype=options.dtype)
+    return random_adapter(model, lora_spec(options), LORA_STD)
 
 
 # The rollout ---------------------------------------------------------------------------------------------------------
@@ -146,12 +158,8 @@ def request(options: argparse.Namespace) -> GenerationRequest:
         PromptGroup(group, prompts[group], indices, tuple(1000 * group + index for index in indices))
         for group in range(max(1, options.images // options.batch))
     )
-    sampling = Sampling(
-        Size(options.size, options.size),
-        options.steps,
-        Guidance(options.guidance),
-        " " if options.guidance > 1 else "",
-    )
+    size, negative = Size(options.size, options.size), " " if options.guidance > 1 else ""
+    sampling = Sampling(size, options.steps, Guidance(options.guidance), negative)
     return GenerationRequest(groups, sampling, Noise(STEP_TYPE, ETA, WINDOW), "steps")
 
 
@@ -179,31 +187,22 @@ def evaluate(options: argparse.Namespace, trainer: str, stored: Path) -> dict[st
     """Returns the gap of stored samples to the trainer, eager or compiled."""
     device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
     adapter = adapter_for(options.model).load(
-        options.model,
-        dtype=dtype_of(options.dtype),
-        device=device,
-        components=("transformer",),
-        load_format="dummy",
+        options.model, dtype=dtype_of(options.dtype), device=device, components=("transformer",), load_format="dummy"
     )
-    accelerate(
-        adapter.experts,
-        compile=trainer == "compiled",
-        quantization="fp8_base" if options.base == "fp8" else "none",
-    )
+    quantization = "fp8_base" if options.base == "fp8" else "none"
+    accelerate(adapter.experts, compile=trainer == "compiled", quantization=quantization)
     if options.lora_rank:
         lora.install_lora(adapter.experts, lora_spec(options))
         lora.load_adapter(adapter.experts, adapter_state(options))
     samples = load_file(stored, device=str(device))
     gaps = [gap.flatten().cpu() for gap in log_prob_gaps(adapter, samples, options)]
-    metrics = agreement_metrics(torch.cat(gaps), Limits(options.clip, kl_threshold=math.inf))
-    return {
-        "mean": metrics[LOG_PROB_GAP],
-        "p99": metrics["rollout_corr/log_ratio_abs_p99"],
-        "max": metrics["rollout_corr/log_ratio_abs_max"],
-        "beyond_clip": metrics["rollout_corr/beyond_clip"],
-        "exact": metrics["rollout_corr/exact"],
-        "rows": float(sum(map(len, gaps))),
-    }
+    return {**agreement(torch.cat(gaps), Limits(CLIP, kl_threshold=math.inf)), "rows": float(sum(map(len, gaps)))}
+
+
+def agreement(log_ratios: Tensor, limits: Limits) -> dict[str, float]:
+    """Figures of differences between log-probs."""
+    metrics = agreement_metrics(log_ratios, limits)
+    return {name: metrics[metric] for name, metric in AGREEMENT.items()}
 
 
 @torch.no_grad()
@@ -255,10 +254,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--size", type=int, default=512, help="height and width (512)")
     flags.add_argument("--guidance", type=float, default=1.0)
-    flags.add_argument("--clip", type=float, default=1e-5, help="clip range of the ratio (1e-5)")
     flags.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
     flags.add_argument("--lora-rank", type=int, default=0, help="adapt the family's linears with this rank (none)")
-    flags.add_argument("--lora-std", type=float, default=1e-3, help="of the adapter's factors (1e-3)")
     return flags
 
 

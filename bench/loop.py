@@ -44,10 +44,10 @@ BUSY_PARTS = ("encode", "denoise", "decode")
 """Parts of `flowfleet_rollout_seconds_total` that hold the accelerator; publishing overlaps the next batch."""
 TRAINER_PHASES = ("load_samples", "ref", "old_log_prob", "old_policy", "update_actor")
 """Metrics `timing_s/…` inside the trainer."""
-WAITS = ("reward", "adv")
-"""Metrics `timing_s/…` of a step in which neither side computes, unless other work overlaps them."""
+PHASES = (*TRAINER_PHASES, "reward", "adv", "gen", "update_weights")
+"""All phases that are reported."""
 
-_FIGURES = ("images_per_gpu_s", "step_s", "rollout_idle", "trainer_idle", "overlap", "seconds.update_weights")
+_FIGURES = ("images_per_gpu_s", "step_s", "rollout_idle", "trainer_idle", "seconds.update_weights")
 SERVICES = [f"services.{name}" for name in _FIGURES]
 ONE_PROCESS = ["one_process.images_per_gpu_s", "one_process.step_s", "ratio"]
 """Columns of the table."""
@@ -92,7 +92,6 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "compile": options.compile,
         "quantization": options.quantization,
-        "adapter": options.adapter,
         "noise": {"type": "sde", "eta": 1.2},
         "window": {"strategy": "random", "size": 2, "low": 0, "high": 5},
     }
@@ -101,7 +100,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     trainer = {
         "mode": options.mode,
         "world_size": options.trainers,
-        "updates_per_step": options.updates,
+        "updates_per_step": 2,
         "micro_batch_size": options.micro_batch,
         "gradient_checkpointing": options.checkpointing,
         "quantization": options.trainer_quantization,
@@ -200,25 +199,19 @@ def loop_figures(
         gpus: accelerators in all, a reward's too.
         busy: seconds of each rollout's accelerator inside the window, by replica; empty where that is not known.
         window_s: wall time of the window.
-
-    `overlap` is the share of the shorter side's work (sampling or training) that the other side's hides.
     """
     steps = [_value(row, "timing_s/step") for row in rows]
     seconds = statistics.fmean(steps)
     trainer_s = statistics.fmean(sum(_value(row, f"timing_s/{phase}") for phase in TRAINER_PHASES) for row in rows)
-    publish_s = _mean(rows, "timing_s/update_weights")
     rollout_s = statistics.fmean(busy.values()) * seconds / window_s if busy else 0.0
     return {
         "images_per_gpu_s": images / seconds / gpus,
         "images_per_s": images / seconds,
         "step_s": seconds,
         "step_s_each": [round(step, 3) for step in steps],
-        "rollout_busy": {name: min(1.0, value / window_s) for name, value in busy.items()},
         "rollout_idle": max(0.0, 1.0 - rollout_s / seconds) if busy else None,
         "trainer_idle": 1.0 - trainer_s / seconds,
-        "overlap": _share_hidden(rollout_s, trainer_s, publish_s, seconds) if busy else None,
-        "seconds": {phase: _mean(rows, f"timing_s/{phase}") for phase in (*TRAINER_PHASES, *WAITS, "gen")}
-        | {"update_weights": publish_s},
+        "seconds": {phase: statistics.fmean(_value(row, f"timing_s/{phase}") for row in rows) for phase in PHASES},
         "others": {
             name: statistics.fmean(_value(row, name) for row in rows)
             for name in sorted(rows[0])
@@ -226,16 +219,6 @@ def loop_figures(
             and all(row.get(name) is not None for row in rows)
         },
     }
-
-
-def _share_hidden(rollout_s: float, trainer_s: float, publish_s: float, step_s: float) -> float:
-    shorter = min(rollout_s, trainer_s)
-    hidden = (rollout_s + trainer_s + publish_s - step_s) / shorter if shorter else 0.0
-    return max(0.0, min(1.0, hidden))
-
-
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return statistics.fmean(_value(row, name) for row in rows)
 
 
 def _value(row: Row, name: str) -> float:
@@ -258,7 +241,6 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=16, help="rows of one forward of a rollout (16)")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of one forward of a trainer rank (8)")
-    parser.add_argument("--updates", type=int, default=2, help="optimizer updates a step (2)")
     parser.add_argument("--old-log-probs", choices=("first_forward", "rollout"), default="first_forward")
     parser.add_argument("--steps", type=int, default=4, help="measured (4)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those (2)")
@@ -267,7 +249,6 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--trainer-quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
-    parser.add_argument("--adapter", choices=("separate", "merged"), default="separate", help="rollout.adapter")
     parser.add_argument("--tail-steps", type=int, default=0, help="of MixGRPO-Flash, after the window (none)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--optimizer-state", choices=("device", "host", "8bit"), default="device")

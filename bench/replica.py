@@ -3,11 +3,8 @@ weight update."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.process import TAIL, started
 from flowfleet.data.blobs import BlobStore
 from flowfleet.local.ports import free_ports
 from flowfleet.models.registry import adapter_for
@@ -27,8 +25,6 @@ from flowfleet.redis.server import RedisServer
 from flowfleet.weights import lora, weights
 
 JOB = "bench"
-START_S = 300.0
-"""Longest wait for a replica to listen: engines import much."""
 LOAD_S = 900.0
 """Longest wait for it to load a model."""
 
@@ -47,40 +43,21 @@ def exposition(url: str) -> str:
 
 
 @contextmanager
-def started(*flags: str) -> Iterator[Replica]:
-    """A replica with a Redis of its own; both are gone afterwards. Raises RuntimeError with its log if it ends."""
+def running(*flags: str) -> Iterator[Replica]:
+    """A replica with a Redis of its own; both are gone afterwards. Prints its log if the block fails."""
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
         directory = Path(scratch)
         server = RedisServer(directory / "redis")
         redis_url = server.start()
-        log, port_file, (port,) = directory / "log", directory / "port", free_ports(1)
-        argv = [
-            sys.executable,
-            "-m",
-            "services.rollout",
-            "--port-file",
-            str(port_file),
-            "--metrics-port",
-            str(port),
-            *flags,
-        ]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                argv, env={**os.environ, "FLOWFLEET_REDIS_URL": redis_url}, stdout=out, stderr=out
-            )
+        port_file, (port,) = directory / "port", free_ports(1)
+        ports = ["--port-file", str(port_file), "--metrics-port", str(port)]
         try:
-            address = _listening(process, port_file, log)
-            yield Replica(address, redis_url, f"http://127.0.0.1:{port}/metrics")
+            with started(port_file, "services.rollout", *ports, *flags, FLOWFLEET_REDIS_URL=redis_url):
+                yield Replica(port_file.read_text(), redis_url, f"http://127.0.0.1:{port}/metrics")
         except BaseException:
-            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+            print(port_file.with_suffix(".log").read_text(errors="replace")[-TAIL:], file=sys.stderr)
             raise
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
             server.stop()
 
 
@@ -99,13 +76,13 @@ async def publish_adapter(
     await stub.FinishWeightUpdate(rollout_pb2.FinishWeightUpdateRequest(**place, hashes=hashes), timeout=LOAD_S)
 
 
-def random_adapter(model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec) -> dict[str, Tensor]:
-    """N(0, 0.01²) in the model's dtype, on the CPU. No weights are read."""
+def random_adapter(model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, std: float = 0.01) -> dict[str, Tensor]:
+    """N(0, std²) in the model's dtype, on the CPU, the same in each process. No weights are read."""
     dtype = weights.dtype_of(model.dtype)
     adapter = adapter_for(model.path).load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
     generator = torch.Generator().manual_seed(0)
     return {
-        name: (0.01 * torch.randn(parameter.shape, generator=generator)).to(dtype)
+        name: (std * torch.randn(parameter.shape, generator=generator)).to(dtype)
         for name, parameter in lora.inject_lora(adapter.experts, spec).items()
     }
 
@@ -126,12 +103,3 @@ def gauge(exposition: str, name: str) -> float:
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])
     return float("nan")
-
-
-def _listening(process: subprocess.Popen[bytes], port_file: Path, log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while not port_file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the replica did not start:\n{log.read_text(errors='replace')[-4000:]}")
-        time.sleep(0.1)
-    return port_file.read_text()

@@ -14,20 +14,18 @@ import asyncio
 import io
 import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from PIL import Image, ImageDraw, ImageFont
 
 from bench import report
+from bench.process import started
 from flowfleet.process.service import keep_freed_memory
 from flowfleet.proto.reward_pb2 import DescribeRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
@@ -86,35 +84,13 @@ def measure(name: str, processes: int, num_groups: int, rounds: int) -> dict[str
     """Returns the row of a case."""
     case = CASES[name]
     samples = pictures(num_groups * GROUP)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), *case.flags, "--processes", str(processes)) as (process, address),
-    ):
-        figures = asyncio.run(_compare(case, samples, process, address, rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        port_file = Path(folder) / "port"
+        flags = ["--port-file", str(port_file), *case.flags, "--processes", str(processes)]
+        with started(port_file, "services.reward", *flags):
+            figures = asyncio.run(_compare(case, samples, port_file.read_text(), rounds))
     print(name, processes, figures, flush=True)
     return {"case": name, "processes": processes, **figures}
-
-
-@contextmanager
-def running(folder: Path, *flags: str) -> Iterator[tuple[psutil.Process, str]]:
-    """Starts a reward service; yields its process and address."""
-    port_file = folder / "port"
-    argv = [sys.executable, "-m", "services.reward", "--port-file", str(port_file), "--log-level", "warning", *flags]
-    process = psutil.Popen(argv)
-    try:
-        while not port_file.exists():
-            assert process.poll() is None, "the service did not start"
-            time.sleep(0.05)
-        yield process, port_file.read_text()
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-        process.wait()
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """CPU time so far of a process and its descendants."""
-    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 def redness(picture: Image.Image, prompt: str, metadata: Mapping[str, str]) -> float:
@@ -137,25 +113,19 @@ def pictures(number: int) -> list[EncodedSample]:
         draw.multiline_text(place, "\n".join(lines), font=font, fill=(30, 30, 40))
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
-        made.append(_sample(index, buffer.getvalue(), "image/png", f'A sign that says "{" ".join(lines)}"'))
+        prompt = f'A sign that says "{" ".join(lines)}"'
+        made.append(EncodedSample(buffer.getvalue(), "image/png", prompt, {}, str(index // GROUP), str(index)))
     return made
 
 
-def _sample(index: int, media: bytes, media_type: str, prompt: str) -> EncodedSample:
-    return EncodedSample(media, media_type, prompt, {}, str(index // GROUP), str(index))
-
-
-async def _compare(
-    case: Case, samples: Sequence[EncodedSample], process: psutil.Process, address: str, rounds: int
-) -> dict[str, float]:
+async def _compare(case: Case, samples: Sequence[EncodedSample], address: str, rounds: int) -> dict[str, float]:
     scorer = make(case.scorer, case.settings, 1)
     assert isinstance(scorer, Scorer)
     params, evaluate = scorer.parse(case.params), Evaluator(scorer, 0)
-    batches = list(groups(samples))
+    batches = [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
     direct: list[float] = []
     served: list[float] = []
     ratios: list[float] = []
-    cpu = [0.0, 0.0]
     async with open_channel(address) as channel:
         described = await RewardServiceStub(channel).Describe(DescribeRequest(), timeout=DEADLINE_S)
         score = score_method(channel)
@@ -171,14 +141,12 @@ async def _compare(
         await ask(batches[0])
         for turn in range(rounds):
             batch = batches[turn % len(batches)]
-            spent, start = time.process_time(), time.perf_counter()
+            start = time.perf_counter()
             evaluate(batch, params)
             direct.append(time.perf_counter() - start)
-            cpu[0] += time.process_time() - spent
-            spent, start = time.process_time() + cpu_seconds(process), time.perf_counter()
+            start = time.perf_counter()
             await ask(batch)
             served.append(time.perf_counter() - start)
-            cpu[1] += time.process_time() + cpu_seconds(process) - spent
             ratios.append(served[-1] / direct[-1])
         start = time.perf_counter()
         await asyncio.gather(*(ask(batch) for batch in batches))
@@ -188,14 +156,8 @@ async def _compare(
         "direct_ms": 1000 * statistics.median(direct),
         "service_ms": 1000 * statistics.median(served),
         "ratio": statistics.median(ratios),
-        "direct_cpu_ms": 1000 * cpu[0] / rounds / GROUP,
-        "service_cpu_ms": 1000 * cpu[1] / rounds / GROUP,
         "samples_per_s": rate,
     }
-
-
-def groups(samples: Sequence[EncodedSample]) -> Iterator[Sequence[EncodedSample]]:
-    return (samples[start : start + GROUP] for start in range(0, len(samples), GROUP))
 
 
 if __name__ == "__main__":

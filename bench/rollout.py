@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.replica import JOB, Replica, exposition, gauge, publish_adapter, seconds_by_part, started
+from bench.replica import JOB, Replica, exposition, gauge, publish_adapter, running, seconds_by_part
 from flowfleet.data.blobs import open_blobs
 from flowfleet.hardware import devices
 from flowfleet.models.registry import adapter_for, family_of
@@ -78,7 +78,7 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--rows {row}: give service, bare or both")
     names = ["guidance", "batch", "steps", "size"]
     if row == "service":
-        names += ["engine", "compile", "quantization", "lora_rank", "adapter"]
+        names += ["engine", "compile", "quantization", "lora_rank"]
     return {"bench": "rollout", "row": row, **{name: getattr(options, name) for name in names}, **figures}
 
 
@@ -88,11 +88,8 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
 def run_bare(options: argparse.Namespace, num_calls: int) -> dict[str, Any]:
     """Measures calls of one prompt and `batch` pictures of it; the first `warm_up` are left out."""
     device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
-    adapter = (
-        family_of(options.model)
-        .load()
-        .load(options.model, dtype=dtype_of(options.dtype), device=device, load_format="dummy")
-    )
+    load = family_of(options.model).load().load
+    adapter = load(options.model, dtype=dtype_of(options.dtype), device=device, load_format="dummy")
     pipeline: Any = adapter.pipeline
     pipeline.set_progress_bar_config(disable=True)
     prompts = (options.model / PROMPTS).read_text().splitlines()
@@ -123,7 +120,7 @@ def run_bare(options: argparse.Namespace, num_calls: int) -> dict[str, Any]:
 
 async def as_service(options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--engine", options.engine, "--device", options.device, "--max-batch", str(options.batch)]
-    with started(*flags) as replica:
+    with running(*flags) as replica:
         client = connect(replica.redis_url)
         channel = open_channel(replica.address)
         stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
@@ -175,16 +172,11 @@ def requests(options: argparse.Namespace) -> list[rollout_pb2.GenerateRequest]:
             indices=range(options.batch),
             seeds=range(number * options.batch, (number + 1) * options.batch),
         )
-        found.append(
-            rollout_pb2.GenerateRequest(
-                job_id=JOB,
-                purpose=common_pb2.PURPOSE_TRAIN,
-                sampling=sampling,
-                noise=rollout_pb2.Noise(step_type="sde", eta=1.2, sde_steps=[0, 1]),
-                groups=[group],
-                record=common_pb2.RECORD_STEPS,
-            )
-        )
+        one = rollout_pb2.GenerateRequest(job_id=JOB, purpose=common_pb2.PURPOSE_TRAIN, sampling=sampling)
+        one.noise.CopyFrom(rollout_pb2.Noise(step_type="sde", eta=1.2, sde_steps=[0, 1]))
+        one.groups.append(group)
+        one.record = common_pb2.RECORD_STEPS
+        found.append(one)
     return found
 
 
@@ -225,8 +217,7 @@ def lora_spec(options: argparse.Namespace) -> rollout_pb2.LoraSpec:
     if not options.lora_rank:
         return rollout_pb2.LoraSpec(rank=1, alpha=1.0, target_modules=[ONE_LINEAR])
     targets = adapter_for(options.model).lora_targets
-    rank, merged = options.lora_rank, options.adapter == "merged"
-    return rollout_pb2.LoraSpec(rank=rank, alpha=2.0 * rank, target_modules=targets, merged=merged)
+    return rollout_pb2.LoraSpec(rank=options.lora_rank, alpha=2.0 * options.lora_rank, target_modules=targets)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -246,7 +237,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--size", type=int, default=512, help="height and width (512)")
     flags.add_argument("--lora-rank", type=int, default=0, help="adapt all of the family's linears with this rank")
-    flags.add_argument("--adapter", choices=("separate", "merged"), default="separate", help="rollout.adapter")
     return flags
 
 

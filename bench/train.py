@@ -73,7 +73,7 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
     """Flow-GRPO without guidance, as in the recipes for this model."""
     return parse_job(
         {
-            "model": {"path": str(path), "dtype": options.dtype, "load_format": "dummy", "base": options.base},
+            "model": {"path": str(path), "dtype": "bfloat16", "load_format": "dummy", "base": options.base},
             "data": {"train": "unused.txt"},
             "rewards": {"ocr": {}},
             "rollout": {
@@ -88,7 +88,6 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "gradient_checkpointing": options.checkpointing,
                 "compile": options.compile,
                 "deterministic": options.deterministic,
-                "sharding": options.sharding,
                 "quantization": options.quantization,
                 "optimizer": {"state": options.state, "lr": 1e-5},
             },
@@ -185,14 +184,12 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="with --mode full")
-    parser.add_argument("--sharding", choices=("auto", "replicate", "fsdp"), default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--state", choices=("device", "host", "8bit"), default="device", help="of the optimizer")
     parser.add_argument("--window", type=int, default=2, help="noisy steps of a sample (2)")
     parser.add_argument("--text", type=int, default=128, help="tokens of a prompt (128)")
     parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, help="transformer blocks (60)")
     parser.add_argument("--model", metavar="FOLDER", help="a checkpoint whose shapes are taken instead")
     parser.add_argument("--tiny", action="store_true")

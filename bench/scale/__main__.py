@@ -33,8 +33,8 @@ def main() -> int:
         result = rehearse(wanted, Path(folder) / "run")
     rows = [{"what": what, **row} for what, row in result.pop("latency_ms").items()]
     print(report.table(rows, ["what", "p50", "p99", "max", "n"]))
-    print("\n" + report.table(result["processes"], ["process", "cpus", "rss_mb", "descriptors", "threads"]))
-    rates = ["samples_per_s", "steps_per_s", "status_calls_per_s", "refused", "redis_commands_per_s", "redis_mb"]
+    print("\n" + report.table(result["processes"], ["process", "cpus", "rss_mb"]))
+    rates = ["samples_per_s", "status_calls_per_s", "redis_commands_per_s", "redis_mb"]
     print("\n" + report.table([result], rates))
     report.write("scale", options, [{**result, "latency_ms": rows}])
     return 0

@@ -10,17 +10,15 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from bench.scale.load import Load
 from flowfleet.job.spec import JobSpec
 from flowfleet.process import service
 from services.controller.__main__ import main as controller_main
-from services.controller.fleet.directory import Directory
 from services.controller.jobs.scheduler import JobScheduler
-from services.controller.platforms.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
 from tests.services.controller.scripted import ScriptedLauncher
@@ -38,38 +36,28 @@ class SimulatedLauncher(ScriptedLauncher):
         return self._load.trainer_address(int(spec.rollout.pool.rpartition("-")[2]))
 
 
-class LagNotes:
-    """[Unix seconds, seconds late] of every beat."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[float, float]] = []
-
-    async def beat(self) -> None:
-        while True:
-            due = time.monotonic() + BEAT_S
-            await asyncio.sleep(BEAT_S)
-            self.rows.append((time.time(), time.monotonic() - due))
+async def note_lag(rows: list[tuple[float, float]]) -> None:
+    """Adds Unix seconds and seconds late of each beat."""
+    while True:
+        due = time.monotonic() + BEAT_S
+        await asyncio.sleep(BEAT_S)
+        rows.append((time.time(), time.monotonic() - due))
 
 
 def main() -> int:
     service.end_with_parent()
     load, lag_file = Load(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    lag = LagNotes()
+    lag: list[tuple[float, float]] = []
     tasks: list[asyncio.Task[None]] = []
 
     def make(
-        settings: ControllerSettings,
-        redis: Redis,
-        store: Store,
-        registry: CollectorRegistry,
-        launcher: Launcher,
-        directory: Directory,
+        settings: ControllerSettings, redis: Redis, store: Store, registry: Any, launcher: Any, directory: Any
     ) -> JobScheduler:
-        tasks.append(asyncio.get_running_loop().create_task(lag.beat()))
+        tasks.append(asyncio.get_running_loop().create_task(note_lag(lag)))
         return JobScheduler(settings, redis, store, registry, SimulatedLauncher(load), directory)
 
     code = controller_main(sys.argv[3:], make)
-    lag_file.write_text(json.dumps(lag.rows))
+    lag_file.write_text(json.dumps(lag))
     return code
 
 

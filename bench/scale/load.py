@@ -22,8 +22,6 @@ class Load:
     jobs: int = 100
     seconds: float = 120.0
     """Measured, once every job has made a step."""
-    warm_up_s: float = 180.0
-    """At most, until every job has made a step."""
     generate_s: float = 20.0
     """A Generate call takes, ± a fifth."""
     train_s: float = 5.0
@@ -31,9 +29,6 @@ class Load:
     """Time that a replica takes to load weights."""
     prompts: int = 10
     group_size: int = 8
-    media_bytes: int = 4096
-    """Size of a picture."""
-    max_staleness: int = 0
     processes: int = 2
     """Number of processes that simulate replicas."""
     net: int = 64
@@ -74,7 +69,7 @@ class Load:
                 "group_size": self.group_size,
                 "batch_size": self.group_size,
             },
-            "schedule": {"steps": 1_000_000, "save_every": 2, "max_staleness": self.max_staleness},
+            "schedule": {"steps": 1_000_000, "save_every": 2},
         }
 
     def _address(self, kind: int, index: int) -> str:
@@ -92,9 +87,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each setting."""
     for item in fields(Load):
         kind = int if item.type == "int" else float
-        parser.add_argument(
-            f"--{item.name.replace('_', '-')}", type=kind, default=item.default, help=f"({item.default})"
-        )
+        name = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(name, type=kind, default=item.default, help=f"({item.default})")
 
 
 def from_flags(options: argparse.Namespace) -> Load:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +17,7 @@ import httpx
 import psutil
 import redis
 
+from bench.process import started
 from bench.scale import figures
 from bench.scale.load import REWARD, Load, write_inputs
 from flowfleet.redis import keys
@@ -27,35 +26,9 @@ from flowfleet.redis.server import RedisServer
 MB = 1e6
 ASK_EVERY_S = 1.0
 REST_TIMEOUT_S = 60.0
-READY_S, END_S = 300.0, 120.0
+WARM_UP_S = 180.0
+"""Longest wait until every job has made a step."""
 SUBMIT_AT_ONCE = 10
-
-Process = subprocess.Popen[bytes]
-
-
-@contextmanager
-def started(name: str, argv: Collection[str], redis_url: str, folder: Path, ready: Path | str) -> Iterator[Process]:
-    """Starts a process, which is up when `ready` exists or is in its log. Raises RuntimeError if it does not start."""
-    log = folder / f"{name}.log"
-    with log.open("wb") as out:
-        env = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url}
-        process = subprocess.Popen(
-            [sys.executable, "-m", *argv], env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL
-        )
-    try:
-        deadline = time.monotonic() + READY_S
-        while not (ready.exists() if isinstance(ready, Path) else ready in log.read_text(errors="replace")):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @contextmanager
@@ -68,19 +41,20 @@ def fleet(load: Load, folder: Path) -> Iterator[tuple[RedisServer, dict[str, int
         stack.callback(server.stop)
         pids = {"this": os.getpid()}
 
-        def start(name: str, argv: list[str], ready: Path | str = "ready") -> None:
-            pids[name] = stack.enter_context(started(name, argv, url, folder, ready)).pid
+        def start(name: str, *flags: str) -> Path:
+            module, ready = f"bench.scale.{name.partition('-')[0]}", folder / f"{name}.ready"
+            process = started(ready, module, load.to_json(), *flags, FLOWFLEET_REDIS_URL=url)
+            pids[name] = stack.enter_context(process)
+            return ready
 
-        start("trainers", ["bench.scale.trainers", load.to_json(), str(folder / "notes-trainers.json")])
+        start("trainers", str(folder / "trainers.ready"))
         for number in range(load.processes):
-            notes = str(folder / f"notes-{number}.json")
-            start(f"replicas-{number}", ["bench.scale.replicas", load.to_json(), str(number), notes])
-        port_file = folder / "controller.port"
-        flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder / "state")]
+            start(f"replicas-{number}", str(number), str(folder / f"replicas-{number}.ready"))
+        flags = ["--port", "0", "--port-file", str(folder / "controller.ready"), "--state-dir", str(folder / "state")]
         flags += ["--data-root", str(folder), "--reward", f"{REWARD}={load.reward_address}", "--log-level", "warning"]
-        start("controller", ["bench.scale.controller", load.to_json(), str(folder / "lag.json"), *flags], port_file)
+        ready = start("controller", str(folder / "lag.json"), *flags)
         assert server.process is not None
-        yield server, pids | {"redis": server.process.pid}, f"http://{port_file.read_text()}"
+        yield server, pids | {"redis": server.process.pid}, f"http://{ready.read_text()}"
 
 
 def rehearse(load: Load, folder: Path) -> dict[str, Any]:
@@ -131,7 +105,7 @@ async def _submit(client: httpx.AsyncClient, load: Load, folder: Path) -> dict[s
 async def _warm_up(store: redis.Redis, load: Load, jobs: Collection[str]) -> int:
     """Waits until every job has made a step, or the time is up; returns how many have."""
     began, num_at_work = time.monotonic(), 0
-    while time.monotonic() - began < load.warm_up_s and num_at_work < load.jobs:
+    while time.monotonic() - began < WARM_UP_S and num_at_work < load.jobs:
         pipe = store.pipeline(transaction=False)
         for job_id in jobs:
             pipe.hget(keys.job(job_id), "progress.step")
@@ -145,7 +119,7 @@ async def _ask(client: httpx.AsyncClient, seconds: float, job_id: str) -> dict[s
     asked: dict[str, list[float]] = {}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for path in ("/healthz", f"/v1/jobs/{job_id}", "/v1/jobs?limit=50", "/v1/fleet", "/metrics"):
+        for path in ("/healthz", f"/v1/jobs/{job_id}"):
             began = time.monotonic()
             (await client.get(path)).raise_for_status()
             asked.setdefault(path.replace(job_id, "{id}"), []).append(time.monotonic() - began)
@@ -164,17 +138,14 @@ def _used(name: str, pid: int, cpu_before_s: float, seconds: float) -> dict[str,
         "process": name,
         "cpus": (_cpu_s(pid) - cpu_before_s) / seconds,
         "rss_mb": process.memory_info().rss / MB,
-        "descriptors": process.num_fds(),
-        "threads": process.num_threads(),
     }
 
 
 def _result(load: Load, folder: Path, measured: dict[str, Any]) -> dict[str, Any]:
-    notes: list[Any] = [row for path in folder.glob("notes-*.json") for row in json.loads(path.read_text())]
+    notes: list[Any] = [row for path in folder.glob("*.notes") for row in json.loads(path.read_text())]
     start, end, submitted, asked = (measured.pop(name) for name in ("start", "end", "submitted", "asked"))
     counted = Counter(what for what, _, _, when in notes if start <= when <= end)
-    latency = figures.latencies(notes, start, end, load.generate_s + load.train_s + load.publish_s)
-    latency |= {f"start: {name}": row for name, row in figures.starts(notes, submitted).items()}
+    latency = figures.latencies(notes, start, end) | {"start": figures.starts(notes, submitted)}
     lag: list[Any] = json.loads((folder / "lag.json").read_text())
     latency["event loop lag"] = figures.percentiles(late for when, late in lag if start <= when <= end)
     latency |= {f"GET {path}": figures.percentiles(values) for path, values in asked.items()}
@@ -185,7 +156,5 @@ def _result(load: Load, folder: Path, measured: dict[str, Any]) -> dict[str, Any
         **measured,
         "latency_ms": latency,
         "samples_per_s": counted["generated"] * load.group_size / seconds,
-        "steps_per_s": counted["train"] / seconds,
         "status_calls_per_s": counted["status"] / seconds,
-        "refused": counted["refused"],
     }

@@ -1,6 +1,6 @@
 """A process of simulated rollout replicas, each a gRPC server of its own and registered as a real one is.
 
-    python -m bench.scale.replicas LOAD_JSON PROCESS NOTES_FILE          (FLOWFLEET_REDIS_URL)
+    python -m bench.scale.replicas LOAD_JSON PROCESS READY_FILE          (FLOWFLEET_REDIS_URL)
 
 A Generate takes its time, then leaves in Redis what a real one leaves: a blob each for trajectory, picture and prompt,
 and an entry a sample in the job's stream.
@@ -29,6 +29,7 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect, redis_url
 
 TTL_S = 24 * 3600
+MEDIA_BYTES = 4096
 START_AT_ONCE = 50
 SLICES = 30
 """Renewals of a process are spread over their period."""
@@ -48,7 +49,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._state = rollout_pb2.ROLLOUT_STATE_IDLE
         self._job_id, self._version = "", 0
         self._running, self._samples_total = 0, 0
-        self._picture = os.urandom(load.media_bytes)
+        self._picture = os.urandom(MEDIA_BYTES)
 
     def record(self) -> ReplicaRecord:
         return ReplicaRecord(
@@ -71,7 +72,6 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._notes.add("generate", request.job_id, request.step)
         serving = self._state == rollout_pb2.ROLLOUT_STATE_SERVING
         if not serving or (request.job_id, request.policy_version) != (self._job_id, self._version):
-            self._notes.add("refused", request.job_id, request.step)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica does not serve this version")
         groups = [group.group for group in request.groups]
         self._running += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ class Notes:
     def add(self, what: str, job_id: str, number: int) -> None:
         self.rows.append((what, job_id, number, time.time()))
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.rows))
-
 
 async def listen(add: Any, servicer: Any, address: str) -> grpc.aio.Server:
     """Serves at host:port, without the guard of a service's own server: here the caller is what is measured."""
@@ -38,11 +34,10 @@ async def listen(add: Any, servicer: Any, address: str) -> grpc.aio.Server:
     return server
 
 
-async def until_stopped(notes: Notes, path: Path) -> None:
-    """Says that it serves, waits for SIGTERM, and leaves the notes."""
+async def until_stopped(notes: Notes, ready: Path) -> None:
+    """Makes the file `ready`, waits for SIGTERM, and leaves the notes next to it."""
     stop = asyncio.Event()
     service.stop_on_signals(stop)
-    print("ready", flush=True)
+    await asyncio.to_thread(ready.touch)
     await stop.wait()
-    notes.write(path)
-    sys.stdout.flush()
+    await asyncio.to_thread(ready.with_suffix(".notes").write_text, json.dumps(notes.rows))

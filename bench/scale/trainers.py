@@ -1,6 +1,6 @@
 """A process of simulated trainers, one a pool, and of the one reward.
 
-python -m bench.scale.trainers LOAD_JSON NOTES_FILE
+python -m bench.scale.trainers LOAD_JSON READY_FILE
 """
 
 from __future__ import annotations
@@ -17,51 +17,36 @@ from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
 from flowfleet.process import service
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tests.services.controller.scripted import ScriptedReward
+from tests.services.controller.scripted import ScriptedReward, ScriptedTrainer
 
 DEADLINE_S = 60.0
 METRICS = {f"actor/metric_{number}": float(number) for number in range(30)}
 """About as many as a trainer's step has."""
 
 
-class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Counts steps, and gives replicas each version by the calls of a real publication."""
+class Trainer(ScriptedTrainer):
+    """Takes its time for a step, and gives replicas each version by the calls of a real publication."""
 
     def __init__(self, load: Load, notes: Notes) -> None:
+        absent: Any = None  # it publishes by calls
+        super().__init__(absent)
         self._load, self._notes = load, notes
-        self._applied = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._given: dict[str, int] = {}
         """Replica → version that it holds: it is not given that again."""
 
-    async def Configure(self, request: trainer_pb2.ConfigureRequest, context: Any) -> trainer_pb2.ConfigureResponse:
-        self._notes.add("configure", request.job_id, self._applied)
-        return trainer_pb2.ConfigureResponse(applied_steps=self._applied, world_size=1)
-
-    async def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: Any) -> trainer_pb2.TrainStepResponse:
+    async def TrainStep(self, request: Any, context: Any) -> trainer_pb2.TrainStepResponse:
         self._notes.add("train", request.job_id, request.step)
-        if request.step == self._applied:
+        if request.step == len(self.steps):
             await asyncio.sleep(self._load.duration_s(self._load.train_s, request.job_id, request.step))
-            self._applied += 1
-            self._notes.add("trained", request.job_id, request.step)
-        return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1, metrics=METRICS)
+        response = await super().TrainStep(request, context)
+        response.metrics.update(METRICS)
+        return response
 
-    async def PublishWeights(
-        self, request: trainer_pb2.PublishWeightsRequest, context: Any
-    ) -> trainer_pb2.PublishWeightsResponse:
-        self._notes.add("publish", request.job_id, request.version)
+    async def PublishWeights(self, request: Any, context: Any) -> trainer_pb2.PublishWeightsResponse:
         results = await asyncio.gather(*(self._give(request, replica) for replica in request.replicas))
         self._notes.add("published", request.job_id, request.version)
         return trainer_pb2.PublishWeightsResponse(version=request.version, results=results, bytes=1)
-
-    async def SaveCheckpoint(self, request: Any, context: Any) -> trainer_pb2.SaveCheckpointResponse:
-        return trainer_pb2.SaveCheckpointResponse(applied_steps=self._applied, path=f"checkpoint-{self._applied}")
-
-    async def ExportModel(self, request: Any, context: Any) -> trainer_pb2.ExportModelResponse:
-        return trainer_pb2.ExportModelResponse(path="model")
-
-    async def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
-        return trainer_pb2.TrainerStatus(state=trainer_pb2.TRAINER_STATE_READY)
 
     async def _give(
         self, request: trainer_pb2.PublishWeightsRequest, replica: trainer_pb2.Replica

@@ -19,21 +19,26 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench import report
 from bench.sequences import stages
 from recipes.full_size.make_thinker import BYTES_OF_LAYER, BYTES_OF_REST, NUM_LAYERS, write_folder
 
-SETTINGS = ("engine", "dtype", "layers", "rows", "group", "prompt", "tokens", "micro_batch_tokens", "rank")
+SETTINGS = ("engine", "dtype", "layers", "rows", "group", "prompt", "tokens", "micro_batch_tokens")
+REAL: dict[str, Any] = {"rows": 128, "group": 16, "prompt": 256, "tokens": 192, "pixels": 448}
+REAL |= {"micro_batch_tokens": 8192, "dtype": "bfloat16"}
+TINY: dict[str, Any] = {"rows": 8, "group": 4, "prompt": 24, "tokens": 8, "pixels": 32}
+TINY |= {"micro_batch_tokens": 128, "dtype": "float32"}
+"""Sequences of a request and of a training step, sequences of a prompt, tokens of a prompt with its picture, tokens to
+write, pixels of a side of the picture, tokens of a packed row."""
 COLUMNS = ("rollout.tokens_per_s", "rollout.peak_gib", "train.tokens_per_s", "train.mfu", "train.peak_gib")
 GAPS = ("train.gap.replayed.mean", "train.gap.replayed.beyond_clip", "train.gap.recomputed.mean")
 
 
 def main() -> int:
     options = parser().parse_args()
-    if options.tiny:
-        options.rows, options.prompt, options.tokens, options.pixels = min(options.rows, 8), 24, 8, 32
-        options.group, options.micro_batch_tokens, options.dtype = 4, 128, "float32"
+    vars(options).update(TINY if options.tiny else REAL)
     with tempfile.TemporaryDirectory(prefix="bench-sequences-") as scratch:
         options.work = Path(scratch)
         if options.layers is None:
@@ -62,15 +67,6 @@ def parser() -> argparse.ArgumentParser:
     flags = report.parser("sequences", __doc__)
     flags.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="of the rollouts")
     flags.add_argument("--layers", type=int, help="of the language model (what fits, at most 48)")
-    flags.add_argument("--rows", type=int, default=128, help="sequences of a request and of a training step (128)")
-    flags.add_argument("--group", type=int, default=16, help="sequences of a prompt (16)")
-    flags.add_argument("--prompt", type=int, default=256, help="tokens of a prompt, its picture's included (256)")
-    flags.add_argument("--tokens", type=int, default=192, help="tokens to write (192)")
-    flags.add_argument("--pixels", type=int, default=448, help="of a side of the picture (448)")
-    flags.add_argument("--rank", type=int, default=32, help="of the LoRA (32)")
-    flags.add_argument("--micro-batch-tokens", type=int, default=8192, help="of a packed row (8192)")
-    flags.add_argument("--checkpointing", choices=("none", "selective", "full"), default="full")
-    flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--steps", type=int, default=3, help="measured requests and training steps (3)")
     flags.add_argument("--tiny", action="store_true", help="tiny model, for a laptop")
     return flags
