@@ -31,6 +31,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+MACHINE: Final = "x86_64"
 PLATFORMS: Final = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
 OLDER: Final = ("manylinux2014", "manylinux_2_12", "manylinux2010", "manylinux_2_5", "manylinux1")
 NEVER: Final = ("torch", "triton", "flowfleet")
@@ -40,13 +41,13 @@ NEVER: Final = ("torch", "triton", "flowfleet")
 def main() -> int:
     options = _parser().parse_args()
     target = [f"--python-version={options.python}", "--implementation=cp", "--only-binary=:all:"]
-    target += [f"--platform={name}_{options.machine}" for name in (*PLATFORMS, *OLDER)]
+    target += [f"--platform={name}_{MACHINE}" for name in (*PLATFORMS, *OLDER)]
     environment = {"python_version": options.python, "python_full_version": f"{options.python}.0"}
-    environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": options.machine}
+    environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": MACHINE}
     asked = [Requirement(one) for one in (*options.take, *(metadata.requires("flowfleet") or ()))]
     with tempfile.TemporaryDirectory() as scratch:
         seen = {str(canonicalize_name(name)) for name in (*options.has, *NEVER)}
-        wheels, extras = list[Path](), with_their_own(options.extra, asked)
+        wheels, extras = list[Path](), with_their_own("local", asked)
         while wanted := missing(asked, seen, environment, extras):
             folder = Path(scratch) / str(len(seen))
             _pip("download", "--no-deps", *target, "-d", str(folder), *map(str, wanted))
@@ -146,8 +147,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--python", required=True, help="the machine's, as 3.12")
-    parser.add_argument("--machine", default="x86_64", help="its architecture (x86_64)")
-    parser.add_argument("--extra", default="local", help="of pyproject.toml (local)")
     parser.add_argument("--has", nargs="+", default=[], metavar="PACKAGE", help="what is there")
     parser.add_argument("--take", nargs="+", default=[], metavar="REQUIREMENT", help="as name==version")
     return parser

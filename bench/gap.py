@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench import report
-from bench.replica import random_adapter
+from bench.replica import lora_spec, random_adapter
 from flowfleet.algorithms.correction import agreement_metrics
 from flowfleet.algorithms.losses import Limits
 from flowfleet.algorithms.sde import reverse_step
@@ -41,7 +41,7 @@ from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.process.telemetry import LOG_PROB_GAP
-from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.proto.rollout_pb2 import ModelSpec
 from flowfleet.weights import lora
 from flowfleet.weights.weights import dtype_of
 from recipes.full_size.make_model import PROMPTS, write_checkpoint
@@ -55,11 +55,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled": ("diffusers", {"compile": True}),
     "fp8": ("diffusers", {"compile": True, "quantization": "fp8"}),
     "merged": ("diffusers", {"merged": True}),
-    "compiled-merged": ("diffusers", {"compile": True, "merged": True}),
     "vllm-omni": ("vllm-omni", {}),
     "vllm-omni-compiled": ("vllm-omni", {"compile": True}),
     "vllm-omni-fp8": ("vllm-omni", {"compile": True, "quantization": "fp8"}),
-    "vllm-omni-merged": ("vllm-omni", {"compile": True, "merged": True}),
 }
 """Name to the engine, what its ModelSpec says, and whether the adapter is merged."""
 CLIP, LORA_STD = 1e-5, 1e-3
@@ -107,17 +105,10 @@ def main() -> int:
     return 0
 
 
-def lora_spec(options: argparse.Namespace, *, merged: bool = False) -> LoraSpec:
-    """An adapter on all of the family's targets."""
-    targets = adapter_for(options.model).lora_targets
-    rank = options.lora_rank
-    return LoraSpec(rank=rank, alpha=2.0 * rank, target_modules=targets, merged=merged)
-
-
 def adapter_state(options: argparse.Namespace) -> dict[str, Tensor]:
     """Random factors by published name, the same on both sides."""
     model = ModelSpec(path=str(options.model), dtype=options.dtype)
-    return random_adapter(model, lora_spec(options), LORA_STD)
+    return random_adapter(model, lora_spec(options.model, options.lora_rank), LORA_STD)
 
 
 # The rollout ---------------------------------------------------------------------------------------------------------
@@ -137,7 +128,7 @@ async def _sample(options: argparse.Namespace, name: str, variant: dict[str, Any
     try:
         model = ModelSpec(path=str(options.model.resolve()), dtype=options.dtype, load_format="dummy", **acceleration)
         if options.lora_rank:
-            await engine.prepare(model, lora_spec(options, merged="merged" in variant))
+            await engine.prepare(model, lora_spec(options.model, options.lora_rank, merged="merged" in variant))
             await engine.load_adapter(adapter_state(options))
         else:
             await engine.prepare(model, None)
@@ -192,7 +183,7 @@ def evaluate(options: argparse.Namespace, trainer: str, stored: Path) -> dict[st
     quantization = "fp8_base" if options.base == "fp8" else "none"
     accelerate(adapter.experts, compile=trainer == "compiled", quantization=quantization)
     if options.lora_rank:
-        lora.install_lora(adapter.experts, lora_spec(options))
+        lora.install_lora(adapter.experts, lora_spec(options.model, options.lora_rank))
         lora.load_adapter(adapter.experts, adapter_state(options))
     samples = load_file(stored, device=str(device))
     gaps = [gap.flatten().cpu() for gap in log_prob_gaps(adapter, samples, options)]

@@ -76,6 +76,12 @@ async def publish_adapter(
     await stub.FinishWeightUpdate(rollout_pb2.FinishWeightUpdateRequest(**place, hashes=hashes), timeout=LOAD_S)
 
 
+def lora_spec(model: Path, rank: int, *, merged: bool = False) -> rollout_pb2.LoraSpec:
+    """An adapter on all of the family's targets."""
+    targets = adapter_for(model).lora_targets
+    return rollout_pb2.LoraSpec(rank=rank, alpha=2.0 * rank, target_modules=targets, merged=merged)
+
+
 def random_adapter(model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, std: float = 0.01) -> dict[str, Tensor]:
     """N(0, std²) in the model's dtype, on the CPU, the same in each process. No weights are read."""
     dtype = weights.dtype_of(model.dtype)

@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +40,14 @@ WORDS = ("OPEN", "Slow Down", "Fresh Bread", "Gate 42", "No Parking", "Grand Ope
 DEADLINE_S = 600.0
 
 
-@dataclass(frozen=True)
-class Case:
-    """A scorer with its settings and parameters."""
-
-    scorer: str
-    params: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def flags(self) -> list[str]:
-        changes = [part for key, value in self.settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-        return ["--scorer", self.scorer, *changes]
-
-
-CASES = {
-    "jpeg": Case("jpeg_compressibility"),
-    "image_quality": Case("image_quality"),
-    "ocr_line": Case("ocr", {"region": "line"}),
-    "ocr_page": Case("ocr", {"region": "page"}),
-    "python": Case("python", settings={"function": "bench.rewards:redness", "path": "."}),
+CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "jpeg": ("jpeg_compressibility", {}, {}),
+    "image_quality": ("image_quality", {}, {}),
+    "ocr_line": ("ocr", {"region": "line"}, {}),
+    "ocr_page": ("ocr", {"region": "page"}, {}),
+    "python": ("python", {}, {"function": "bench.rewards:redness", "path": "."}),
 }
+"""Scorers with their parameters and settings."""
 
 
 def main() -> None:
@@ -82,13 +68,14 @@ def main() -> None:
 
 def measure(name: str, processes: int, num_groups: int, rounds: int) -> dict[str, Any]:
     """Returns the row of a case."""
-    case = CASES[name]
+    scorer, _, settings = CASES[name]
+    changes = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     samples = pictures(num_groups * GROUP)
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
-        flags = ["--port-file", str(port_file), *case.flags, "--processes", str(processes)]
+        flags = ["--port-file", str(port_file), "--scorer", scorer, *changes, "--processes", str(processes)]
         with started(port_file, "services.reward", *flags):
-            figures = asyncio.run(_compare(case, samples, port_file.read_text(), rounds))
+            figures = asyncio.run(_compare(name, samples, port_file.read_text(), rounds))
     print(name, processes, figures, flush=True)
     return {"case": name, "processes": processes, **figures}
 
@@ -118,10 +105,11 @@ def pictures(number: int) -> list[EncodedSample]:
     return made
 
 
-async def _compare(case: Case, samples: Sequence[EncodedSample], address: str, rounds: int) -> dict[str, float]:
-    scorer = make(case.scorer, case.settings, 1)
+async def _compare(name: str, samples: Sequence[EncodedSample], address: str, rounds: int) -> dict[str, float]:
+    kind, parameters, settings = CASES[name]
+    scorer = make(kind, settings, 1)
     assert isinstance(scorer, Scorer)
-    params, evaluate = scorer.parse(case.params), Evaluator(scorer, 0)
+    params, evaluate = scorer.parse(parameters), Evaluator(scorer, 0)
     batches = [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
     direct: list[float] = []
     served: list[float] = []
@@ -131,7 +119,7 @@ async def _compare(case: Case, samples: Sequence[EncodedSample], address: str, r
         score = score_method(channel)
 
         async def call(samples: Sequence[EncodedSample]) -> None:
-            response = await score(ScoreCall(samples, case.params).write(), timeout=DEADLINE_S)
+            response = await score(ScoreCall(samples, parameters).write(), timeout=DEADLINE_S)
             assert all(given.WhichOneof("outcome") == "score" for given in response.scores)
 
         async def ask(batch: Sequence[EncodedSample]) -> None:

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.replica import JOB, Replica, exposition, gauge, publish_adapter, running, seconds_by_part
+from bench.replica import JOB, Replica, exposition, gauge, lora_spec, publish_adapter, running, seconds_by_part
 from flowfleet.data.blobs import open_blobs
 from flowfleet.hardware import devices
-from flowfleet.models.registry import adapter_for, family_of
+from flowfleet.models.registry import family_of
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis.client import connect
 from flowfleet.rpc.endpoint import open_channel
@@ -126,8 +126,11 @@ async def as_service(options: argparse.Namespace) -> dict[str, Any]:
         stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
         blobs = open_blobs(client)
         try:
+            adapter = lora_spec(options.model, options.lora_rank or 1)
+            if not options.lora_rank:
+                adapter.target_modules[:] = [ONE_LINEAR]
             started_at = time.monotonic()
-            await publish_adapter(stub, blobs, model_spec(options), lora_spec(options))
+            await publish_adapter(stub, blobs, model_spec(options), adapter)
             loaded_s = time.monotonic() - started_at
             calls = await feed(stub, replica, requests(options))
         finally:
@@ -211,13 +214,6 @@ def model_spec(options: argparse.Namespace) -> rollout_pb2.ModelSpec:
         compile=options.compile,
         quantization="" if options.quantization == "none" else options.quantization,
     )
-
-
-def lora_spec(options: argparse.Namespace) -> rollout_pb2.LoraSpec:
-    if not options.lora_rank:
-        return rollout_pb2.LoraSpec(rank=1, alpha=1.0, target_modules=[ONE_LINEAR])
-    targets = adapter_for(options.model).lora_targets
-    return rollout_pb2.LoraSpec(rank=options.lora_rank, alpha=2.0 * options.lora_rank, target_modules=targets)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ import grpc
 from redis.asyncio import Redis
 
 from bench.scale.load import Load
-from bench.scale.simulation import Notes, listen, until_stopped
+from bench.scale.simulation import Notes, listen, run, until_stopped
 from flowfleet.data.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
-from flowfleet.process import service
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect, redis_url
@@ -33,11 +30,6 @@ MEDIA_BYTES = 4096
 START_AT_ONCE = 50
 SLICES = 30
 """Renewals of a process are spread over their period."""
-_STATES = {
-    rollout_pb2.ROLLOUT_STATE_IDLE: "idle",
-    rollout_pb2.ROLLOUT_STATE_SERVING: "serving",
-    rollout_pb2.ROLLOUT_STATE_UPDATING: "updating",
-}
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
@@ -46,50 +38,34 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._directory = ReplicaDirectory(redis)
         self.index, self.address = index, load.replica_address(index)
         self.replica_id = f"replica-{index}"
-        self._state = rollout_pb2.ROLLOUT_STATE_IDLE
-        self._job_id, self._version = "", 0
-        self._running, self._samples_total = 0, 0
+        self._state, self._job_id, self._version = "idle", "", 0
         self._picture = os.urandom(MEDIA_BYTES)
 
     def record(self) -> ReplicaRecord:
+        pool = self._load.pool_of(self.index)
         return ReplicaRecord(
-            replica_id=self.replica_id,
-            address=self.address,
-            incarnation="1",
-            model="",
-            pool=self._load.pool_of(self.index),
-            state=_STATES[self._state],
-            job_id=self._job_id,
-            version=self._version,
-            samples_total=self._samples_total,
-            device="cuda",
-            device_id=f"GPU-{self.index}",
+            self.replica_id, self.address, "1", "", pool, self._state, self._job_id, self._version, device="cuda"
         )
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
         self._notes.add("generate", request.job_id, request.step)
-        serving = self._state == rollout_pb2.ROLLOUT_STATE_SERVING
-        if not serving or (request.job_id, request.policy_version) != (self._job_id, self._version):
+        if (self._state, self._job_id, self._version) != ("serving", request.job_id, request.policy_version):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica does not serve this version")
         groups = [group.group for group in request.groups]
-        self._running += 1
-        try:
-            await asyncio.sleep(self._load.duration_s(self._load.generate_s, request.job_id, request.step, groups))
-            for sample in await self._publish(request):
-                yield rollout_pb2.GenerateEvent(sample=sample)
-        finally:
-            self._running -= 1
+        await asyncio.sleep(self._load.duration_s(self._load.generate_s, request.job_id, request.step, groups))
+        for sample in await self._publish(request):
+            yield rollout_pb2.GenerateEvent(sample=sample)
         self._notes.add("generated", request.job_id, request.step)
 
     async def InitWeightTransfer(self, request: rollout_pb2.InitWeightTransferRequest, context: Any) -> Any:
         if request.job_id != self._job_id:
-            self._job_id, self._version, self._state = request.job_id, 0, rollout_pb2.ROLLOUT_STATE_IDLE
+            self._job_id, self._version, self._state = request.job_id, 0, "idle"
         return rollout_pb2.InitWeightTransferResponse()
 
     async def StartWeightUpdate(self, request: rollout_pb2.StartWeightUpdateRequest, context: Any) -> Any:
-        self._state, self._version = rollout_pb2.ROLLOUT_STATE_UPDATING, request.version
+        self._state, self._version = "updating", request.version
         await self._directory.put(self.record())
         return rollout_pb2.StartWeightUpdateResponse()
 
@@ -98,21 +74,15 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.UpdateWeightsResponse()
 
     async def FinishWeightUpdate(self, request: rollout_pb2.FinishWeightUpdateRequest, context: Any) -> Any:
-        self._state, self._version = rollout_pb2.ROLLOUT_STATE_SERVING, request.version
+        self._state, self._version = "serving", request.version
         await self._directory.put(self.record())
         return rollout_pb2.FinishWeightUpdateResponse()
 
     async def GetStatus(self, request: rollout_pb2.GetRolloutStatusRequest, context: Any) -> rollout_pb2.RolloutStatus:
         self._notes.add("status", "", self.index)
+        state = rollout_pb2.RolloutState.Value(f"ROLLOUT_STATE_{self._state.upper()}")
         return rollout_pb2.RolloutStatus(
-            replica_id=self.replica_id,
-            incarnation="1",
-            state=self._state,
-            job_id=self._job_id,
-            policy_version=self._version,
-            samples_total=self._samples_total,
-            device="cuda",
-            device_id=f"GPU-{self.index}",
+            replica_id=self.replica_id, incarnation="1", state=state, job_id=self._job_id, policy_version=self._version
         )
 
     async def _publish(self, request: rollout_pb2.GenerateRequest) -> list[common_pb2.Sample]:
@@ -147,7 +117,6 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
                 pipe.xadd(keys.trajectories(request.job_id), {b"sample": sample.SerializeToString()})
                 samples.append(sample)
         await pipe.execute()
-        self._samples_total += len(samples)
         return samples
 
 
@@ -163,9 +132,9 @@ async def renew(replicas: Sequence[Replica], redis: Redis) -> None:
             await asyncio.sleep(RENEW_EVERY_S / SLICES)
 
 
-async def serve(load: Load, process: int, path: Path) -> None:
+async def serve(load: Load, process: str, path: Path) -> None:
     redis, notes = connect(redis_url()), Notes()
-    replicas = [Replica(load, index, redis, notes) for index in range(process, load.replicas, load.processes)]  # type: ignore[abstract]
+    replicas = [Replica(load, index, redis, notes) for index in range(int(process), load.replicas, load.processes)]  # type: ignore[abstract]
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
     servers = []
     for start in range(0, len(replicas), START_AT_ONCE):
@@ -176,10 +145,5 @@ async def serve(load: Load, process: int, path: Path) -> None:
     renewing.cancel()
 
 
-def main() -> None:
-    service.end_with_parent()
-    asyncio.run(serve(Load(**json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])))
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from bench.scale.load import Load
 from flowfleet.process import service
 from flowfleet.rpc import endpoint as rpc
 
@@ -22,6 +25,13 @@ class Notes:
 
     def add(self, what: str, job_id: str, number: int) -> None:
         self.rows.append((what, job_id, number, time.time()))
+
+
+def run(serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Serves as the command line says: the load, arguments of `serve`, and the file that says that it serves."""
+    service.end_with_parent()
+    sizes, *arguments, ready = sys.argv[1:]
+    asyncio.run(serve(Load(**json.loads(sizes)), *arguments, Path(ready)))
 
 
 async def listen(add: Any, servicer: Any, address: str) -> grpc.aio.Server:

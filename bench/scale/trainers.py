@@ -6,16 +6,13 @@ python -m bench.scale.trainers LOAD_JSON READY_FILE
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from bench.scale.load import Load
-from bench.scale.simulation import Notes, listen, until_stopped
-from flowfleet.process import service
+from bench.scale.simulation import Notes, listen, run, until_stopped
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.services.controller.scripted import ScriptedReward, ScriptedTrainer
 
@@ -84,10 +81,5 @@ async def serve(load: Load, path: Path) -> None:
     await until_stopped(notes, path)
 
 
-def main() -> None:
-    service.end_with_parent()
-    asyncio.run(serve(Load(**json.loads(sys.argv[1])), Path(sys.argv[2])))
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

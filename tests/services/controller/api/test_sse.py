@@ -28,6 +28,7 @@ KEY = "a-key-of-some-length"
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LOOK_S", 0.2)
     monkeypatch.setattr(feed, "REST_S", 0.1)
+    monkeypatch.setattr(feed, "CHECK_S", 0.2)
 
 
 def parse(text: str) -> list[dict[str, Any]]:
