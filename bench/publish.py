@@ -38,21 +38,21 @@ from flowfleet.hardware import devices
 from flowfleet.hardware.accelerators import visible_devices
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.registry import ModelFamily
+from flowfleet.models.registry import ModelFamily, adapter_for
 from flowfleet.proto import rollout_pb2_grpc
 from flowfleet.proto.rollout_pb2 import Bucket, ModelSpec
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest, Replica, TrainStepRequest
 from flowfleet.rpc import endpoint as rpc
-from flowfleet.weights import weights
+from flowfleet.weights import lora, weights
 from recipes.full_size.make_model import write_checkpoint
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.server import RolloutService
 from services.trainer.commands import Command, Kind
-from services.trainer.model import engine as trainer
+from services.trainer.model.engine import lora_spec
 from services.trainer.model.gather import Gather
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import allocate, local
+from services.trainer.parallel.sharding import allocate, local, shard_expert
 from services.trainer.publishing.broadcast import Broadcaster
 from services.trainer.publishing.publisher import update_seconds
 from services.trainer.publishing.replicas import ReplicaClient, failures, messages
@@ -184,44 +184,59 @@ async def _serve(number: int, store: TCPStore) -> None:
 # A trainer rank: the service's worker and, on rank 0, its broadcaster, around random weights under FSDP2 -------------
 
 
-def make_spec(folder: str, mode: str, world_size: int) -> JobSpec:
+def make_spec(folder: str, mode: str) -> JobSpec:
     """Returns the job that receivers get."""
-    adapter = {"lora": {"rank": RANK, "alpha": 2 * RANK}} if mode == "lora" else {}
+    trainer = {"mode": mode, "lora": {"rank": RANK, "alpha": 2 * RANK}} if mode == "lora" else {"mode": mode}
     return parse_job(
         {
-            "model": {"path": folder, "dtype": weights.dtype_name(DTYPE), "load_format": "dummy"},
+            "model": {"path": folder, "dtype": weights.dtype_name(DTYPE)},
             "data": {"train": "prompts.txt"},
             "rewards": {"ocr": {}},
-            "trainer": {"mode": mode, "world_size": world_size, "sharding": "fsdp", **adapter},
+            "trainer": trainer,
             "timeouts": {"publish_s": PUBLISH_S},
         }
     )
 
 
-class Masters(trainer.Engine):
-    """The trainer's engine with random masters, adapters too, which start at zero otherwise."""
+class Masters:
+    """The part of a trainer's engine that publishing needs: random fp32 masters."""
+
+    dtype = DTYPE
 
     def __init__(self, spec: JobSpec, ranks: Ranks, bucket_bytes: int) -> None:
-        super().__init__(spec, ranks)
-        self.shard()
-        self._bucket_bytes = bucket_bytes
+        is_lora = spec.trainer.mode == "lora"
+        folder = spec.model.path
+        adapter = adapter_for(folder).load(
+            folder, dtype=DTYPE if is_lora else torch.float32, components=("transformer",), load_format="empty"
+        )
+        experts = dict(adapter.experts)
+        for expert in experts.values():
+            expert.requires_grad_(not is_lora)
+        if is_lora:
+            lora.inject_lora(experts, lora_spec(spec), dtype=torch.float32)
+        for expert in experts.values():
+            shard_expert(expert, ranks, DTYPE)
+            allocate(expert, ranks.device)
+        named = lora.named_adapter_parameters if is_lora else weights.full_parameters
+        self._experts = experts
+        self._trained = {name: parameter.detach() for name, parameter in named(experts).items()}
+        self._ranks, self._bucket_bytes = ranks, bucket_bytes
         torch.manual_seed(ranks.rank)
-        self._masters = [local(parameter.detach()) for parameter in self.trained.values()]
-        for tensor in self._masters:
-            tensor.normal_(std=0.02)
+        for tensor in self._trained.values():
+            local(tensor).normal_(std=0.02)
 
     @property
     def buckets(self) -> list[Bucket]:
-        return weights.make_buckets(weights.specs_of(self.trained, DTYPE), self._bucket_bytes)
+        return weights.make_buckets(weights.specs_of(self._trained, DTYPE), self._bucket_bytes)
 
     def gather(self, *, evaluated: bool = False) -> Gather:
-        return Gather(self.policies.weights(evaluated=evaluated), DTYPE, self.ranks.device, self._bucket_bytes)
+        return Gather(self._trained, DTYPE, self._ranks.device, self._bucket_bytes)
 
     def step(self) -> None:
         """Changes every weight."""
-        for tensor in self._masters:
-            tensor.mul_(1.01)
-        devices.synchronize(self.ranks.device)
+        for tensor in self._trained.values():
+            local(tensor).mul_(1.01)
+        devices.synchronize(self._ranks.device)
 
 
 class Rank(Worker):
@@ -285,7 +300,7 @@ async def lead(worker: Rank, options: argparse.Namespace, store: TCPStore) -> No
 
 def train(options: argparse.Namespace, mode: str, port: int) -> None:
     """Plays the rank that the environment names."""
-    ranks, spec = Ranks(), make_spec(options.folder, mode, int(os.environ["WORLD_SIZE"]))
+    ranks, spec = Ranks(), make_spec(options.folder, mode)
     worker = Rank(Masters(spec, ranks, options.bucket_bytes), spec, ranks)
     if ranks.rank == 0:
         asyncio.run(lead(worker, options, TCPStore("127.0.0.1", port, timeout=TIMEOUT)))
