@@ -85,7 +85,7 @@ protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
 
 bench: $(VENV)/.dev  ## time a job as services against the same job in one process; bench/README.md has more
-	$(BIN)/python -m bench.step $(BENCH_FLAGS)
+	$(BIN)/python -m bench.loop --tiny --compare $(BENCH_FLAGS)
 
 images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)
