@@ -133,7 +133,7 @@ def test_every_name_is_one_that_vllm_omnis_loader_maps(found: dict[str, Any], pa
 
 
 def test_the_vae_is_vllm_omnis(found: dict[str, Any], painter: ModelAdapter) -> None:
-    frames = painter._codec.decode(found["planes"])  # type: ignore[attr-defined]
+    frames = painter._vae.decode(found["planes"])  # type: ignore[attr-defined]
     levels = ((found["pixels"].clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1)
     assert (frames[:, 0].float() - levels).abs().max() <= 1
 
