@@ -43,7 +43,7 @@ from services.trainer.worker import Worker
 
 JOB: Final = "bench"
 RANK: Final = 32
-"""Of the LoRA."""
+"""Rank of the LoRA."""
 REQUEST: Final = "request.bin"
 FROZEN: Final = 1e-12
 """Learning rate that moves nothing, so that every step's gap is that of one policy."""
