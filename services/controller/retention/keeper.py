@@ -25,7 +25,7 @@ from services.controller.retention.archiving import archive_job
 from services.controller.retention.keep import Keep, to_remove
 from services.controller.retention.memory import Memory
 from services.controller.store.leadership import LeaseLost
-from services.controller.store.removal import EndedJob
+from services.controller.store.removal import EndedJob, Leftover
 from services.controller.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class Keeper:
         that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
         await self._store.confirm()
         now = self._clock()
-        jobs = await self._read(now)
+        left = await self._store.removal.leftovers()
+        jobs = await self._read(now, left)
         await self._measure(jobs)
         limit = await self._memory.limit() if self._memory else 0
         removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
@@ -96,20 +97,21 @@ class Keeper:
             if job.job_id in removed:
                 log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
                 await self._store.removal.remove(job.job_id, removed[job.job_id])
-                del self._ended[job.job_id]
-        await self._clear()
+                self._ended.pop(job.job_id, None)
+                left.append(Leftover(job.job_id, again=False))
+        await self._clear(left)
         if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
             self._swept = now
             await self._sweep(self._uploads)
 
-    async def _read(self, now: float) -> list[EndedJob]:
+    async def _read(self, now: float, left: list[Leftover]) -> list[EndedJob]:
         """Ended jobs, the first to end first. Reads all at first and now and then, because a controller of an earlier
         release leaves no leftover of a job that is to be deleted; else those among the leftovers."""
         if not 0 <= now - self._read_all < READ_ALL_S:
             found, self._read_all = await self._store.removal.ended(), now
             self._ended.clear()
         else:
-            found = await self._store.removal.ended([one.job_id for one in await self._store.removal.leftovers()])
+            found = await self._store.removal.ended([leftover.job_id for leftover in left])
         self._ended |= {job.job_id: job for job in found}
         return sorted(self._ended.values(), key=lambda job: (job.ended_at, job.job_id))
 
@@ -143,8 +145,8 @@ class Keeper:
         self._ended[job.job_id] = replace(job, archive=folder)
         return True
 
-    async def _clear(self) -> None:
-        left = await self._store.removal.leftovers()
+    async def _clear(self, left: list[Leftover]) -> None:
+        """Clears these leftovers alone: a job that has ended since must be among them when jobs are read next."""
         if not self._in_redis:
             for leftover in left:
                 kinds = WORKING_BLOBS if await self._store.removal.exists(leftover.job_id) else ("",)

@@ -397,6 +397,25 @@ async def test_a_controller_that_dies_in_between_is_continued(store: Store, blob
     assert await all_keys(redis) - before == {keys.leftovers().encode(), keys.notices().encode()}
 
 
+async def test_a_job_that_ends_during_a_look_is_read_by_the_next(
+    store: Store, blobs: BlobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = [await history(store, blobs) for _ in range(2)]
+    keeper = Keeper(store, blobs, Keep(jobs=0), clock=clock)
+    await keeper.look()
+    await store.jobs.set_status(first, JobStatus.SUCCEEDED)
+    measure = store.removal.history_bytes
+
+    async def ends_meanwhile(job_id: str) -> int:
+        await store.jobs.set_status(second, JobStatus.SUCCEEDED)
+        return await measure(job_id)
+
+    monkeypatch.setattr(store.removal, "history_bytes", ends_meanwhile)
+    for _ in range(2):
+        await keeper.look()
+    assert await store.removal.ended() == []
+
+
 async def test_what_only_a_running_job_needs_goes_from_a_store_of_files(
     store: Store, clock: Clock, tmp_path: Path
 ) -> None:
