@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from flowfleet.process.service import PATIENT_THREADS
+from tests import forks
 
 # Before torch: three files of tests at a time share two cores. Threads that meet at barriers wait for one that has no
 # core: with two a process, steps of the tiny model took four times as long next to one other process.
@@ -30,6 +31,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(skipped)} skipped:")
         for reason, number in Counter(reason.removeprefix("Skipped: ") for reason in skipped).most_common():
             terminalreporter.write_line(f"{number:7}  {reason}")
+
+
+def pytest_collection_finish() -> None:
+    forks.ENVIRON.update(os.environ)
 
 
 class EventLoop(asyncio.SelectorEventLoop):

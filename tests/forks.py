@@ -21,6 +21,9 @@ BESIDES = (
     *("tests.services.rollout.stuck_replica", "tests.services.trainer.replica", "tests.services.trainer.ranked"),
     "tests.services.trainer.slow_compile",
 )
+ENVIRON: dict[str, str] = {}
+"""The variables before the first test, as `conftest.py` notes them: a test may set others when it needs a service first,
+and no later service could be forked."""
 MODULES = tuple(name if "." in name else f"tests.services.controller.{name}" for name in BESIDES)
 
 
@@ -29,7 +32,7 @@ def fork_server() -> ForkServer:
     """The server of this process, which ends with it."""
     log = Path(tempfile.gettempdir()) / f"flowfleet-forks-{os.getpid()}.log"
     server = ForkServer(
-        forkserver_command(sys.executable, *IMPORTED), lambda: fork_environment(os.environ), log, MODULES
+        forkserver_command(sys.executable, *IMPORTED), lambda: fork_environment(ENVIRON or os.environ), log, MODULES
     )
     atexit.register(log.unlink, missing_ok=True)
     atexit.register(server.close)
