@@ -22,8 +22,8 @@ BESIDES = (
     "tests.services.trainer.slow_compile",
 )
 ENVIRON: dict[str, str] = {}
-"""The variables before the first test, as `conftest.py` notes them: a test may set others when it needs a service first,
-and no later service could be forked."""
+"""The variables before the first test, as `conftest.py` notes them. A test may have set others when the first service
+starts, and none could be forked after it."""
 MODULES = tuple(name if "." in name else f"tests.services.controller.{name}" for name in BESIDES)
 
 
