@@ -19,10 +19,8 @@ from flowfleet.models import branches
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.loading import (
     ALL_COMPONENTS,
-    PIPELINE,
     USUAL_PARTS,
     Component,
-    Layout,
     LoadFormat,
     Parts,
     StoredNames,
@@ -30,6 +28,7 @@ from flowfleet.models.loading import (
     load_pipeline,
 )
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.models.weight_files import PIPELINE, Layout
 from flowfleet.seeds import derive_seed
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flowfleet.models.loading import PIPELINE, Layout, StoredNames, weight_files
+from flowfleet.models.loading import StoredNames
+from flowfleet.models.weight_files import PIPELINE, Layout, weight_files
 
 
 class WeightFiles:

@@ -2,12 +2,10 @@
 
 import hashlib
 import inspect
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import diffusers
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from flowfleet.models.empty import empty_component
+from flowfleet.models.weight_files import check_part
 
 Component = Literal["transformer", "text_encoder", "vae"]
 """A kind of part that costs memory: all transformers, all text encoders with their tokenizers, the VAE."""
@@ -33,42 +32,6 @@ Parts = Mapping[Component, tuple[str, ...]]
 
 USUAL_PARTS: Parts = {"transformer": ("transformer",), "text_encoder": ("text_encoder", "tokenizer"), "vae": ("vae",)}
 
-WEIGHTS_STEM = "diffusion_pytorch_model"
-"""Name of a component's weights, before the number of a file and its suffix."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a checkpoint's folder holds the weights that are trained."""
-
-    library: str
-    """Library that loads the folder, as model hubs name it."""
-    in_root: bool
-    """In the folder itself, not in one a component."""
-    stem: str
-    """Name of a file of weights, before its number and suffix."""
-    index: str = ""
-    """File that says which of several holds a tensor; empty: named after the stem."""
-
-    @property
-    def index_file(self) -> str:
-        return self.index or f"{self.stem}.safetensors.index.json"
-
-    def folder(self, component: str) -> str:
-        """A component's folder inside the checkpoint's; "" for that itself."""
-        return "" if self.in_root else component
-
-    def is_weights(self, name: str) -> bool:
-        """Returns True if a file of that folder holds trained weights, or is their index."""
-        return name == self.index_file or name.startswith((f"{self.stem}-", f"{self.stem}.safetensors"))
-
-
-PIPELINE: Final = Layout("diffusers", in_root=False, stem=WEIGHTS_STEM)
-"""A pipeline of diffusers."""
-TRANSFORMERS: Final = Layout("transformers", in_root=True, stem="model")
-"""A model of transformers."""
-
-_PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
 
@@ -112,7 +75,8 @@ def load_pipeline(
             options |= _left_out(index, parts)
             wanted = [part for name in components for part in parts[name] if part not in own_parts]
             if load_format == "safetensors":
-                refuse_pickles(Path(path) / part for part in wanted)
+                for part in (*wanted, "scheduler"):
+                    check_part(Path(path), part, index)
             else:
                 made = {part: empty_component(index, path, part, dtypes.get(part, dtype)) for part in wanted}
                 options |= {part: module for part, module in made.items() if module is not None}
@@ -130,17 +94,6 @@ def load_pipeline(
     for part in parts["transformer"] if "transformer" in components else ():
         _cast_parameters(getattr(pipeline, part, None), dtype)
     return pipeline
-
-
-def refuse_pickles(folders: Iterable[Path]) -> None:
-    """Raises ValueError for a folder whose weights are there as pickles alone: a pickle may run any code."""
-    for folder in folders:
-        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-        if pickles and not any(folder.glob("*.safetensors")):
-            raise ValueError(
-                f"{folder.name} has its weights as a pickle ({pickles[0]}), which is never read here: convert them, as "
-                "save_pretrained(…, safe_serialization=True) of a model that you trust does"
-            )
 
 
 def fill_dummy(module: nn.Module, component: str, device: torch.device | str) -> None:
@@ -185,23 +138,6 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     except OSError as error:
         raise ValueError(f"model {path} has no configuration of its {folder}: {error}") from error
     return defaults | config
-
-
-def weight_files(folder: Path, layout: Layout = PIPELINE) -> list[Path]:
-    """The safetensors files of a component in a checkpoint: one, or those that its index names. They may be missing.
-
-    Raises:
-        ValueError: an index that cannot be read, or weights that are pickles.
-    """
-    refuse_pickles([folder])
-    index = folder / layout.index_file
-    if not index.is_file():
-        return [folder / f"{layout.stem}.safetensors"]
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} cannot be read as an index of weights: {error!r}") from error
 
 
 def dummy_parameter(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from flowfleet import hub, plugins
+from flowfleet.models.weight_files import BAGEL, FLAT, PIPELINE, TRANSFORMERS, Layout
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
@@ -55,6 +56,13 @@ class ModelFamily:
     vae_multiple: int | None = None
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""
+    layout: Layout | None = None
+    """Where checkpoints hold the weights, as the adapter's `layout`; None: as diffusers or transformers write them."""
+
+    @property
+    def written_as(self) -> Layout:
+        """Where checkpoints hold the weights."""
+        return self.layout or (TRANSFORMERS if self.writes_tokens else PIPELINE)
 
     @property
     def writes_tokens(self) -> bool:
@@ -118,8 +126,14 @@ for _family in (
         writer=f"{_OWN}.bagel.writer:BagelWriter",
         takes_media=True,
         branch_guidance=True,
+        layout=BAGEL,
     ),
-    ModelFamily("HunyuanImage3ForCausalMM", "HunyuanImage-3.0", f"{_OWN}.hunyuan_image3.adapter:HunyuanImage3Adapter"),
+    ModelFamily(
+        "HunyuanImage3ForCausalMM",
+        "HunyuanImage-3.0",
+        f"{_OWN}.hunyuan_image3.adapter:HunyuanImage3Adapter",
+        layout=FLAT,
+    ),
     ModelFamily("Qwen3ForCausalLM", "Qwen3", f"{_OWN}.qwen3:Qwen3Adapter", modality="text"),
     ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", f"{_OWN}.qwen3:Qwen3MoeAdapter", modality="text"),
     ModelFamily(

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.registry import family_of
+from flowfleet.models.weight_files import check_model, has_weights
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import gather
 from flowfleet.planning.memory import GIB, RESERVE, RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
@@ -76,7 +79,8 @@ def predict(
     device_memory_gib: float | None = None,
     text_tokens: int = TEXT_TOKENS,
 ) -> Plan:
-    """Predicts a job's memory and work from its model folder's configurations; weights need not be there.
+    """Predicts a job's memory and work from its model folder's configurations; weights need not be there, but where
+    some are they must be whole.
 
     Args:
         spec: the job; `model.path` as seen from here, or a name of the Hub.
@@ -99,6 +103,8 @@ def predict(
         )
     text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
     folder = str(hub.configurations(spec.model.path))
+    if hub.name_of(spec.model.path) is None and spec.model.load_format == "safetensors" and has_weights(Path(folder)):
+        check_model(Path(folder), family_of(folder).written_as)
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": folder})})
     facts = gather(spec, text_tokens, compiled=spec.trainer.compile)
     device = None if device_memory_gib is None else device_memory_gib * GIB

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from flowfleet.job.spec import LoraPart
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.empty import empty_component
-from flowfleet.models.loading import ALL_COMPONENTS, PIPELINE, Component, component_config, load_pipeline
+from flowfleet.models.loading import ALL_COMPONENTS, Component, component_config, load_pipeline
 from flowfleet.models.registry import adapter_for
+from flowfleet.models.weight_files import PIPELINE
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights import lora
 

@@ -8,11 +8,7 @@ unchanged next to the trained ones.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Final
-
-from flowfleet.models.loading import Layout
-
-LAYOUT: Final = Layout("flowfleet", in_root=True, stem="model")
+from typing import Any
 
 
 class FlatPipeline(SimpleNamespace):

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowfleet.models.empty import empty_model
-from flowfleet.models.loading import TRANSFORMERS, Component, Layout, LoadFormat, fill_dummy, refuse_pickles
+from flowfleet.models.loading import Component, LoadFormat, fill_dummy
 from flowfleet.models.sequences.attention import PackedAttention
 from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 from flowfleet.models.sequences.routing import Routing
 from flowfleet.models.sequences.token_log_probs import token_log_probs
+from flowfleet.models.weight_files import TRANSFORMERS, Layout, weight_files
 
 MODEL: Final = "model"
 """Name of the one component that is trained and published."""
@@ -111,7 +112,7 @@ class SequenceAdapter(ABC):
         model: nn.Module
         config = cls.load_config(path)
         if load_format == "safetensors":
-            refuse_pickles([Path(path)])
+            weight_files(Path(path), cls.layout)
             model = cls.model_class.from_pretrained(
                 str(path), config=config, dtype=dtype, local_files_only=True, use_safetensors=True
             )

@@ -15,8 +15,9 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.files import WeightFiles
-from flowfleet.models.loading import Layout, StoredNames
+from flowfleet.models.loading import StoredNames
 from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
+from flowfleet.models.weight_files import Layout
 from services.trainer.model.loading import CheckpointSource, Source, persistent
 
 
@@ -131,6 +132,15 @@ class TransformersSource(CheckpointSource):
         if missing:
             raise ValueError(
                 f"{self._files.folder} has no weights for {len(missing)} tensors, the first is {missing[0]}"
+            )
+        head, table = self._place("lm_head.weight"), self._place("model.embed_tokens.weight")
+        config: Any = getattr(expert, "config", None)
+        is_tied = head and table and config is not None and config.tie_word_embeddings
+        if is_tied and not torch.equal(self._files.tensor(head), self._files.tensor(table)):
+            raise ValueError(
+                f"{self._files.folder} ties its output layer to the embeddings (tie_word_embeddings in config.json), "
+                f"but holds another {head}, and loaders differ in which they take: set tie_word_embeddings to false, "
+                "or save the model again"
             )
         for name, tensor in persistent(expert):
             if ".lora_" not in name and (shape := self._shape(name, tensor)) != tuple(tensor.shape):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.models.files import WeightFiles
-from flowfleet.models.loading import PIPELINE, Layout, dummy_parameter
+from flowfleet.models.loading import dummy_parameter
+from flowfleet.models.weight_files import PIPELINE, Layout
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import allocate, local, own_rows
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flowfleet.models.loading import dummy_parameter, weight_files
+from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.registry import adapter_for
+from flowfleet.models.weight_files import weight_files
 from services.trainer.beats import Beats
 from services.trainer.model.loading import CheckpointSource, DummySource, fill
 from services.trainer.parallel.sharding import allocate, local, shard_expert

@@ -26,10 +26,9 @@ from flowfleet.models.empty import empty_model
 from flowfleet.models.families.bagel.transformer import Bagel, BagelConfig
 from flowfleet.models.files import Prefixed, WeightFiles
 from flowfleet.models.files import read_config as read_json
-from flowfleet.models.loading import Layout, LoadFormat, fill_dummy
+from flowfleet.models.loading import LoadFormat, fill_dummy
+from flowfleet.models.weight_files import BAGEL
 
-LAYOUT: Final = Layout("flowfleet", in_root=True, stem="ema", index="model.safetensors.index.json")
-VAE_FILE: Final = "ae.safetensors"
 _TABLE: Final = "latent_pos_embed.pos_embed"
 _FLUX_VAE: Final = {
     "ch": 128,
@@ -81,7 +80,7 @@ def load_transformer(path: str | Path, dtype: torch.dtype, device: Any, load_for
     config = read_config(path)
     model: Any = empty_model(lambda: Bagel(config), dtype)
     if load_format == "safetensors":
-        WeightFiles(Path(path), LAYOUT).fill(model, Prefixed(), device, dtype)
+        WeightFiles(Path(path), BAGEL).fill(model, Prefixed(), device, dtype)
     elif load_format == "dummy":
         fill_dummy(model, name, device)
     if load_format != "empty":
@@ -112,11 +111,12 @@ def load_vae(path: str | Path, dtype: torch.dtype, device: Any, load_format: Loa
     settings: Any = vae_config(path)
     vae: Any = empty_model(lambda: AutoencoderKL(**settings), dtype)
     if load_format == "safetensors":
+        file = Path(path) / BAGEL.others[0]
         try:
-            stored = convert_ldm_vae_checkpoint(load_file(Path(path) / VAE_FILE), dict(vae.config))
+            stored = convert_ldm_vae_checkpoint(load_file(file), dict(vae.config))
             vae.load_state_dict({name: tensor.to(dtype) for name, tensor in stored.items()}, assign=True)
         except (OSError, SafetensorError, RuntimeError, KeyError) as error:
-            raise ValueError(f"{Path(path) / VAE_FILE} cannot be read as the weights of FLUX's VAE: {error}") from error
+            raise ValueError(f"{file} cannot be read as the weights of FLUX's VAE: {error}") from error
     elif load_format == "dummy":
         fill_dummy(vae, "vae", device)
     if load_format != "empty":
@@ -132,7 +132,7 @@ def _vae_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
 def _stored_side(folder: Path) -> int | None:
     """Tokens in a row of the table of positions; None where no weights are here."""
     try:
-        files = WeightFiles(folder, LAYOUT)
+        files = WeightFiles(folder, BAGEL)
     except ValueError:
         return None
     return math.isqrt(files.shape(_TABLE)[0]) if _TABLE in files else None

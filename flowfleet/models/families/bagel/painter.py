@@ -18,13 +18,14 @@ from transformers import Qwen2Tokenizer
 
 from flowfleet.models.base import Schedule, without_images
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
-from flowfleet.models.families.bagel.checkpoint import LAYOUT, load_transformer, load_vae, read_config, vae_config
+from flowfleet.models.families.bagel.checkpoint import load_transformer, load_vae, read_config, vae_config
 from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.kl_vae import PictureAdapter
 from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat
 from flowfleet.models.packing import token_grid
 from flowfleet.models.schedules import shifted_schedule
 from flowfleet.models.settings import Guidance, Size
+from flowfleet.models.weight_files import BAGEL
 
 SHIFT: Final = 3.0
 """Shift of the noise levels, as the authors sample. `timestep_shift` in the configuration belongs to their training."""
@@ -43,7 +44,7 @@ class BagelPainter(PictureAdapter):
     """See the module. A prompt of white space alone has no tokens: the branch without text of guidance."""
 
     pipeline_class: ClassVar[Any] = BagelPipeline
-    layout = LAYOUT
+    layout = BAGEL
     parts = {"transformer": ("transformer",), "text_encoder": ("tokenizer",), "vae": ("vae",)}  # noqa: RUF012
     lora_targets = (
         *("q_proj_moe_gen", "k_proj_moe_gen", "v_proj_moe_gen", "o_proj_moe_gen"),

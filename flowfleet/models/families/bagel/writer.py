@@ -16,12 +16,13 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
-from flowfleet.models.families.bagel.checkpoint import LAYOUT, load_transformer, read_config
+from flowfleet.models.families.bagel.checkpoint import load_transformer, read_config
 from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.families.bagel.transformer import Bagel, BagelConfig
 from flowfleet.models.loading import LoadFormat
 from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter, Tokens
 from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
+from flowfleet.models.weight_files import BAGEL
 
 _PATCHES: Final = "patches"
 _PLACES: Final = "patch_places"
@@ -99,7 +100,7 @@ class BagelWriter(SequenceAdapter):
     """See the module. The default adapter leaves the encoder of pictures as it is."""
 
     model_class: ClassVar[Any] = Bagel
-    layout = LAYOUT
+    layout = BAGEL
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def __init__(self, model: Any, processor: Any, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from flowfleet.models.base import ModelAdapter, Schedule, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds, pad_embeds
 from flowfleet.models.empty import empty_model
-from flowfleet.models.families.flat import LAYOUT, FlatPipeline
+from flowfleet.models.families.flat import FlatPipeline
 from flowfleet.models.families.hunyuan_image3 import prompts as sequences
 from flowfleet.models.families.hunyuan_image3.transformer import HunyuanImage3Transformer, TransformerConfig
 from flowfleet.models.families.hunyuan_image3.vae import HunyuanImage3Vae
@@ -32,6 +32,7 @@ from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat, Stor
 from flowfleet.models.packing import token_grid
 from flowfleet.models.schedules import shifted_schedule
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.models.weight_files import FLAT
 
 _EXPERTS: Final = re.compile(r"(.+\.experts)\.(gate_and_up_proj|down_proj)")
 _TEXT: Final = "text"
@@ -64,7 +65,7 @@ class HunyuanImage3Adapter(ModelAdapter):
 
     lora_targets = ("qkv_proj", "o_proj", "shared_mlp.gate_and_up_proj", "shared_mlp.down_proj")
     pipeline_class: ClassVar[Any] = FlatPipeline
-    layout = LAYOUT
+    layout = FLAT
     stored: ClassVar[StoredNames | None] = HunyuanNames()
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class HunyuanImage3Adapter(ModelAdapter):
             "text_encoder": Prefixed("model.wte."),
             "vae": Prefixed("vae."),
         }
-        files = WeightFiles(Path(path), LAYOUT) if load_format == "safetensors" and components else None
+        files = WeightFiles(Path(path), FLAT) if load_format == "safetensors" and components else None
         made: dict[str, Any] = dict.fromkeys(ALL_COMPONENTS)
         for component in components:
             dtype_of_part = torch.float32 if component == "vae" else dtype

@@ -20,6 +20,7 @@ from services.controller.jobs.submission.model_checks import (
     limit_problems,
     pinned,
     size_problems,
+    weight_problems,
 )
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.limits import Limits
@@ -105,6 +106,7 @@ def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -
     else:
         yield from family_problems(spec, family)
         yield from size_problems(spec, family, sources)
+        yield from weight_problems(spec, family, sources)
     yield from limit_problems(spec)
     for setting, adapter in _adapters(spec):
         try:

@@ -12,6 +12,7 @@ from flowfleet.job.rules import sequences
 from flowfleet.job.spec import JobSpec
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from flowfleet.models.weight_files import check_model
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.prompts.sources import Sources
 
@@ -101,6 +102,15 @@ def _pixel_multiple(path: Path, family: ModelFamily) -> int:
         return max(1, int(config["scale_factor_spatial"]) * family.vae_multiple)
     except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
         return 1
+
+
+def weight_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
+    """What of the model's files is missing or broken; services fetch those of a Hub name themselves."""
+    if spec.model.load_format == "safetensors" and hub.name_of(spec.model.path) is None:
+        try:
+            check_model(sources.places.pipeline(spec.model.path), family.written_as)
+        except ValueError as error:
+            yield f"model.path: {error}"
 
 
 def limit_problems(spec: JobSpec) -> Iterator[str]:

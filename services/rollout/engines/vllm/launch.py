@@ -7,11 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Collection
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 
+from flowfleet.models.weight_files import TRANSFORMERS, weight_files
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
 
@@ -53,6 +55,8 @@ def start(
         is_thinker: whether it is Qwen3-Omni's.
         undrawn: tokens that are never drawn.
     """
+    if model.load_format != "dummy":
+        weight_files(Path(model.path), TRANSFORMERS)
     _set_environment(device)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flowfleet.models.loading import dummy_parameter, weight_files
+from flowfleet.models.loading import dummy_parameter
+from flowfleet.models.weight_files import weight_files
 from flowfleet.weights import weights
 
 
