@@ -15,18 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flowfleet.job.adapter_files import PEFT_CONFIG, AdapterFiles, find_adapter
+from flowfleet.job.adapter_files import PREFIXES, AdapterFiles, find_adapter, peft_settings
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from services.trainer.checkpoints.files import read_verified, stored_shapes
 from services.trainer.checkpoints.state import complete_state
 from services.trainer.model.loading import fill_parameter
 from services.trainer.parallel.ranks import Ranks
-
-_METADATA = "lora_adapter_metadata"
-_PREFIXES = {"diffusers": "transformer.", "peft": "base_model.model."}
-_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
-"""Settings of PEFT that make an adapter differ from what A, B, rank and alpha say."""
-
 
 Fill = Callable[[Mapping[str, Any], Ranks], None]
 
@@ -124,11 +118,11 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
             raise ValueError(f"{path} has no {file.name} for the model's {component}: give an adapter of both experts")
         opened: Any = safe_open(str(file), framework="pt")
         keys: list[str] = opened.keys()
-        component_slices = {_published(key, component, files, file): opened.get_slice(key) for key in keys}
-        config = _config(opened, files, file, component)
+        component_slices = {_published(key, component, files): opened.get_slice(key) for key in keys}
+        config = peft_settings(file, files.layout)
         if not any(".lora_A." in name for name in component_slices):
             raise ValueError(f"{file} holds no factors of LoRA: give an adapter")
-        alphas.add(_alpha(config, file, component_slices))
+        alphas.add(_alpha(config, component_slices))
         targets = targets or _targets(config)
         slices |= component_slices
 
@@ -140,34 +134,13 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
     return WarmStart(path, shapes, frozenset(alphas), targets, fill)
 
 
-def _published(key: str, component: str, files: AdapterFiles, file: Path) -> str:
+def _published(key: str, component: str, files: AdapterFiles) -> str:
     """The published name of a tensor in a file of one transformer."""
-    name = key.removeprefix(_PREFIXES[files.layout]).replace(".default.", ".")
-    is_factor = name.endswith((".lora_A.weight", ".lora_B.weight"))
-    if not key.startswith(_PREFIXES[files.layout]) or not is_factor:
-        raise ValueError(
-            f"{file} holds {key}, which is not named as diffusers or PEFT name a factor of LoRA: load it into a "
-            "pipeline with diffusers, write it with save_lora_weights and give that"
-        )
-    return f"{component}.{name}"
+    return f"{component}.{key.removeprefix(PREFIXES[files.layout]).replace('.default.', '.')}"
 
 
-def _config(opened: Any, files: AdapterFiles, file: Path, component: str) -> dict[str, Any]:
-    """PEFT's settings of the adapter; empty in a file of diffusers' that is without."""
-    if files.layout == "peft":
-        config: dict[str, Any] = json.loads(file.with_name(PEFT_CONFIG).read_text(encoding="utf-8"))
-        return config
-    stored: dict[str, Any] = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
-    return {key.removeprefix("transformer.").removeprefix(f"{component}."): value for key, value in stored.items()}
-
-
-def _alpha(config: Mapping[str, Any], file: Path, slices: Mapping[str, Any]) -> float:
+def _alpha(config: Mapping[str, Any], slices: Mapping[str, Any]) -> float:
     """Returns the alpha as diffusers reads it: the rank, if the file does not say."""
-    for name in _OTHER_KINDS:
-        if config.get(name):
-            raise ValueError(
-                f"{file} has {name}, which the trainer does not: merge it into a pipeline and give that as model.path"
-            )
     if "lora_alpha" in config:
         return float(config["lora_alpha"])
     return float(min(part.get_shape()[0] for name, part in slices.items() if ".lora_A." in name))

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from flowfleet.job.spec import JobSpec
 from services.controller.jobs.submission.checks import check, parse
@@ -78,8 +80,14 @@ async def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_
     if len(name) < 255:
         (tmp_path / name).mkdir()
         assert "holds no adapter: give a folder with pytorch_lora_weights.safetensors" in (await problems())[0]
-        (tmp_path / name / "adapter_model.safetensors").touch()  # what is in it, the trainer says
+        file = tmp_path / name / "adapter_model.safetensors"
+        file.touch()
+        (file.parent / "adapter_config.json").write_text('{"r": 2}')
+        assert "is not a whole file of safetensors" in (await problems())[0]
+        save_file({"base_model.model.to_q.lora_A.weight": np.zeros((2, 2))}, file)
         assert await problems() == []
+        (file.parent / "adapter_config.json").write_text('{"r": 2, "use_dora": true}')
+        assert "has use_dora = true, so it is not base + B·A: merge it" in (await problems())[0]
 
 
 @pytest.mark.parametrize(
