@@ -19,7 +19,7 @@ BESIDES = (
     *("flowfleet.local", "flowfleet.local.supervision.watchdog", "tests.flowfleet.idle_controller"),
     *("serve_idle", "serve_renewing", "scripted_controller", "hogging_controller"),
     *("tests.services.rollout.stuck_replica", "tests.services.trainer.replica", "tests.services.trainer.ranked"),
-    "tests.services.trainer.slow_compile",
+    *("tests.services.trainer.slow_compile", "tests.services.trainer.phased"),
 )
 ENVIRON: dict[str, str] = {}
 """The variables before the first test, as `conftest.py` notes them. A test may have set others when the first service

@@ -72,5 +72,5 @@ class TimeoutPart(Part):
     checkpoint_s: Seconds = 1800.0
     """Writing a checkpoint."""
     hang_s: Annotated[float, Field(ge=1.0, le=604_800.0)] = 120.0
-    """A process that works and makes no progress for so long is killed and replaced. The working thread itself reports
-    its progress; loading, compiling and checkpoints have longer limits of their own."""
+    """A process that makes no progress at work, or gives no sign at all, for so long is killed and replaced. Its
+    working thread reports its progress, for which loading, compiling and checkpoints have limits of their own."""

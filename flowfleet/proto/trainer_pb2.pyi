@@ -757,6 +757,7 @@ class RankProgress(_message.Message):
     LIMIT_S_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     SIGNS_FIELD_NUMBER: _builtins.int
+    SILENCE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     phase: _builtins.str
     """services/trainer/beats.py"""
@@ -766,6 +767,8 @@ class RankProgress(_message.Message):
     """units of work done"""
     signs: _builtins.int
     """how often the rank has told; stays the same for a process that stands still"""
+    silence_s: _builtins.float
+    """longest time in this phase without a sign; 0 from earlier trainers, which mean limit_s"""
     def __init__(
         self,
         *,
@@ -774,10 +777,11 @@ class RankProgress(_message.Message):
         limit_s: _builtins.float = ...,
         count: _builtins.int = ...,
         signs: _builtins.int = ...,
+        silence_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "limit_s", b"limit_s", "phase", b"phase", "rank", b"rank", "signs", b"signs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "limit_s", b"limit_s", "phase", b"phase", "rank", b"rank", "signs", b"signs", "silence_s", b"silence_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Signs that a rank's working thread makes progress, and the longest time between two of them.
+"""Signs that a rank lives and that its working thread makes progress, and the longest time between two of each.
 
 The working thread declares its phase and counts finished units: a forward, a bucket, a parameter. `carry` only forwards
 phase and count, so a live process with a hanging working thread shows the same count for ever. Rank 0 reports to the
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """Kind of work that a rank's working thread does. Each kind has its own limit on the time between two signs."""
+    """Kind of work that a rank's working thread does. Each kind has its own limit on the time without progress."""
 
     IDLE = "idle"  # waits for a command, for ever if need be
     WORK = "work"  # computes or takes part in collectives
@@ -47,8 +47,17 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"  # reads or writes a whole checkpoint, or writes the trained model
 
 
+HOLDS_LOCK = frozenset({Phase.COMPILE})
+"""Phases that may keep the interpreter's lock, so that no thread of the rank can give a sign."""
+
+
+def silence_s(phase: Phase, timeouts: TimeoutPart) -> float:
+    """The longest time without a sign in a phase, in seconds: a process that stands still gives none."""
+    return limit_s(phase, timeouts) if phase in HOLDS_LOCK else timeouts.hang_s
+
+
 def limit_s(phase: Phase, timeouts: TimeoutPart) -> float:
-    """The longest time without a sign in a phase, in seconds."""
+    """The longest time without progress in a phase, in seconds."""
     limits = {
         Phase.LOAD: LOAD_S,
         Phase.CONNECT: CONNECT_S,
@@ -143,8 +152,14 @@ class Beats:
     def _sign(self) -> RankProgress:
         self._signs += 1
         phase = Phase.COMPILE if self._is_compiling and self._phase is not Phase.IDLE else self._phase
-        limit = limit_s(phase, self.timeouts)
-        return RankProgress(rank=self.rank, phase=phase, limit_s=limit, count=self._count, signs=self._signs)
+        return RankProgress(
+            rank=self.rank,
+            phase=phase,
+            limit_s=limit_s(phase, self.timeouts),
+            silence_s=silence_s(phase, self.timeouts),
+            count=self._count,
+            signs=self._signs,
+        )
 
     def _carry(self) -> None:
         keys = [_key(rank) for rank in range(1, self._world_size)]

@@ -386,12 +386,12 @@ class JobDriver:
             await self.job.store.jobs.update_progress(self.job.job_id, announce=announce, **facts)
 
     def _reason(self) -> str:
-        """Why a command keeps failing. Commands no longer wanted are forgotten, but not those that only wait for
-        the trainer to be found again."""
+        """Why a command keeps failing, or which ranks are silent. Commands no longer wanted are forgotten, but not
+        those that only wait for the trainer to be found again."""
         if self._reasons and self.machine.state.trainer_version is not None:
             wanted = self.machine.commands()
             self._reasons = {command: why for command, why in self._reasons.items() if command in wanted}
-        return min(self._reasons.values(), default="")
+        return min(self._reasons.values(), default=self._watch.doubt)
 
     async def _report_end(self) -> None:
         """Writes results, then the status, which ends the job's events, and then deletes working data."""

@@ -151,6 +151,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.exports: list[trainer_pb2.ExportModelRequest] = []
         self.reads = False
         """Whether it reads its samples, as a trainer does."""
+        self.ranks: list[trainer_pb2.RankProgress] = []
+        """Progress that it tells; only rank 0 gives signs."""
 
     async def Configure(self, request: Any, context: Any) -> trainer_pb2.ConfigureResponse:
         if request.HasField("ledger"):
@@ -194,7 +196,9 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ExportModelResponse(path="model")
 
     async def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
-        return trainer_pb2.TrainerStatus(state=trainer_pb2.TRAINER_STATE_READY)
+        for first in self.ranks[:1]:
+            first.signs += 1
+        return trainer_pb2.TrainerStatus(state=trainer_pb2.TRAINER_STATE_READY, ranks=self.ranks)
 
 
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):

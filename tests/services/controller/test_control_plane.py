@@ -20,6 +20,7 @@ from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
 from services.controller.fleet import watch as fleet_watch
 from services.controller.job.driver import TICK_S
+from services.controller.job.trainer import hangs, watch
 from services.controller.rewards import scoring
 from services.controller.store.records import Action
 from tests.e2e.matrix.choice import least_settings
@@ -748,3 +749,28 @@ async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     await run(use, ocr=slow)
     assert slow.sizes == [4] * 8
     assert slow.most_here == 8
+
+
+@pytest.mark.anyio
+async def test_the_reason_names_a_silent_rank_until_it_is_heard(
+    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "QUIET_S", 0.2)
+    monkeypatch.setattr(watch, "LOOK_S", 0.1)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.trainer.ranks = [
+            trainer_pb2.RankProgress(rank=rank, phase="checkpoint", limit_s=1800.0, silence_s=120.0) for rank in (0, 1)
+        ]
+        async with fleet.trainer.turn:
+            found = await fleet.submit(job(rewards={"ocr": {}}))
+            waiting = await fleet.reached(found.id, lambda record: bool(record.reason))
+            assert waiting.reason == (
+                "rank 1 (phase checkpoint) gives no sign: the trainer is replaced if that lasts 120 s"
+            )
+            fleet.trainer.ranks = []
+            await fleet.reached(found.id, lambda record: not record.reason)
+        ended = await fleet.reached(found.id, lambda record: record.status.terminal)
+        assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, "")
+
+    await run(use, ocr=ScriptedReward(by_index))

@@ -3,6 +3,7 @@ named in time."""
 
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
 from services.controller.job.trainer.hangs import HangJudge, Progress
-from services.controller.job.trainer.watch import ANSWER_S, LOOK_S
-from services.trainer.beats import Beats
+from services.controller.job.trainer.watch import ANSWER_S, LOOK_S, told_by
+from services.trainer.beats import CARRY_S, Beats, Phase
+from tests.forks import start
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.waiting import wait_until
@@ -30,7 +32,7 @@ def heard(trainer: Trainer) -> list[Progress] | None:
         status = trainer.stub.GetStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=ANSWER_S)
     except grpc.RpcError:
         return None
-    return [Progress(one.rank, one.phase, one.limit_s, one.count, one.signs) for one in status.ranks]
+    return [told_by(one) for one in status.ranks]
 
 
 def test_no_rank_is_inside_the_store_once_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +49,50 @@ def test_no_rank_is_inside_the_store_once_it_is_closed(monkeypatch: pytest.Monke
     for beats in ranks:
         beats.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_a_suspended_rank_is_named_in_time_whatever_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while it may hold the interpreter's lock, which looks the same."""
+    hang_s, phases = 1.0, [Phase.IDLE, *Phase]
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "HANG_S": str(hang_s)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    first = Beats(0, len(phases))
+    first.carry()
+    ranks = [
+        start(
+            [sys.executable, "-m", "tests.services.trainer.phased", phase],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(phases))},
+            output=2,
+        )
+        for rank, phase in enumerate(phases[1:], 1)
+    ]
+    judges = {phase: HangJudge(hang_s) for phase in Phase}
+    found: dict[str, str] = {}
+
+    def look() -> None:
+        told = [told_by(one) for one in first.progress()]
+        for phase, judge in judges.items():
+            if reason := judge.look(time.monotonic(), [told[0], told[phases.index(phase, 1)]]):
+                found.setdefault(phase, reason)
+
+    try:
+        wait_until(lambda: {one.phase for one in first.progress()[1:]} == set(Phase))
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        while time.monotonic() - stopped < hang_s + 2 * CARRY_S:
+            look()
+            time.sleep(CARRY_S / 5)
+    finally:
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+            rank.wait(30)
+        first.close()
+    assert found.keys() == set(Phase) - {Phase.COMPILE}
+    for phase, reason in found.items():
+        assert f"rank {phases.index(Phase(phase), 1)} (phase {phase}) gave no sign for" in reason
 
 
 @pytest.mark.long

@@ -3,8 +3,9 @@
 rule 1   A trainer at work hangs when no rank's phase or count has changed for longer than the largest limit of the
          phases that its ranks are in. One rank that gets on is enough: the others may wait for it in a collective.
          Named are those at work, or those that were silent for most of that time, for whom the others wait.
-rule 2   A rank hangs when it has given no sign for longer than its own phase's limit, at work or not: it is
-         stopped. While rank 0 does not answer, it alone is silent, for the signs of others come by it.
+rule 2   A rank hangs when it has given no sign for longer than its phase allows silence, at work or not: it is
+         stopped. That is `hang_s`, but where the phase may keep the interpreter's lock. While rank 0 does not answer,
+         it alone is silent, for the signs of others come by it.
 rule 3   Time without a check does not count: a controller that was suspended accuses no rank.
 """
 
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 IDLE = "idle"
+QUIET_S = 10.0
+"""A rank that is silent for so long, or for half of what its phase allows, is named in the job's reason."""
 MAX_GAP_S = 3.0
 """The most that one look adds to how long something has lasted."""
 
@@ -27,13 +30,14 @@ class Progress:
     limit_s: float
     count: int
     signs: int
+    silence_s: float
 
 
 class HangJudge:
     """Judges one trainer from its start. `hang_s` is the limit of rank 0 until it has answered."""
 
     def __init__(self, hang_s: float) -> None:
-        self._shown = {0: Progress(0, "start", hang_s, 0, 0)}
+        self._shown = {0: Progress(0, "start", hang_s, 0, 0, hang_s)}
         self._silent_s = {0: 0.0}
         self._still_s = 0.0
         self._looked: float | None = None
@@ -50,6 +54,15 @@ class HangJudge:
             self._hear(progress)
         return self._silent() or self._still()
 
+    @property
+    def doubt(self) -> str:
+        """Which ranks are silent and not yet too long, without figures that change; empty where none is."""
+        quiet = [one for one in self._shown.values() if self._silent_s[one.rank] > min(QUIET_S, one.silence_s / 2)]
+        if not quiet:
+            return ""
+        allowed = min(one.silence_s for one in quiet)
+        return f"{_names(quiet)} gives no sign: the trainer is replaced if that lasts {allowed:g} s"
+
     def _hear(self, progress: Progress) -> None:
         before = self._shown.get(progress.rank)
         self._shown[progress.rank] = progress
@@ -59,7 +72,7 @@ class HangJudge:
             self._still_s = 0.0
 
     def _silent(self) -> str | None:
-        stopped = [one for one in self._shown.values() if self._silent_s[one.rank] > one.limit_s]
+        stopped = [one for one in self._shown.values() if self._silent_s[one.rank] > one.silence_s]
         return self._no_sign(stopped) if stopped else None
 
     def _still(self) -> str | None:

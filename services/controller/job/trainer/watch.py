@@ -36,6 +36,8 @@ class TrainerWatch:
         self._job, self._machine, self._running = job, machine, running
         self._judge = HangJudge(job.spec.timeouts.hang_s)
         self._watched = ""
+        self.doubt = ""
+        """Which ranks are silent now; empty where none is."""
         self._accused: dict[Command, str] = {}
 
     async def run(self) -> None:
@@ -43,10 +45,12 @@ class TrainerWatch:
         while True:
             await asyncio.sleep(LOOK_S)
             if self._job.trainer.address and self._machine.state.status is not Status.PAUSED:
-                if reason := await self._look():
+                reason = await self._look()
+                self.doubt = self._judge.doubt if self._watched else ""
+                if reason:
                     await self.replace(reason)
             else:
-                self._watched = ""
+                self._watched = self.doubt = ""
 
     async def replace(self, reason: str) -> None:
         """Kills the trainer; the state machine wants the next one, which resumes from the newest checkpoint. Calls to
@@ -54,7 +58,7 @@ class TrainerWatch:
         job = self._job
         log.warning("trainer hangs, replacing it: %s", reason, extra={"job": job.job_id})
         self._accuse(f"the trainer was replaced: {reason}")
-        self._watched = ""
+        self._watched = self.doubt = ""
         await job.store.events.append(job.job_id, "trainer_hung", {"reason": reason})
         await job.trainer.drop()
         await job.trainer.stop(at_once=True)
@@ -88,5 +92,8 @@ class TrainerWatch:
         if not heard:  # a trainer that tells nothing of its ranks, as those before this watch
             self._watched = ""
             return None
-        told = [Progress(one.rank, one.phase, one.limit_s, one.count, one.signs) for one in heard]
-        return self._judge.look(time.monotonic(), told)
+        return self._judge.look(time.monotonic(), [told_by(one) for one in heard])
+
+
+def told_by(one: trainer_pb2.RankProgress) -> Progress:
+    return Progress(one.rank, one.phase, one.limit_s, one.count, one.signs, one.silence_s or one.limit_s)

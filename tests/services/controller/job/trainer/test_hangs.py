@@ -13,6 +13,7 @@ from services.controller.job.trainer.hangs import HangJudge, Progress
 HANG_S = 5.0
 LOOK_S = 0.5
 LIMITS = {"work": HANG_S, "compile": 60.0, "checkpoint": 30.0, "idle": HANG_S}
+SILENCE = {**dict.fromkeys(LIMITS, HANG_S), "compile": LIMITS["compile"]}
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Ranks:
             if not self.stopped[rank]:
                 self.signs[rank] += 1
         return [
-            Progress(rank, self.phase[rank], LIMITS[self.phase[rank]], self.count[rank], self.signs[rank])
-            for rank in (0, 1)
+            Progress(rank, phase, LIMITS[phase], self.count[rank], self.signs[rank], SILENCE[phase])
+            for rank, phase in enumerate(self.phase)
         ]
 
 
@@ -111,6 +112,20 @@ def test_a_silent_compilation_is_judged_by_the_phase_that_was_heard_last() -> No
     ranks.stopped[0] = True  # it holds the interpreter's lock
     assert run(judge, ranks, 1.0, LIMITS["compile"] - 2.0, beats=False) is None
     assert run(judge, ranks, 60.0, 10.0, beats=False) is not None
+
+
+def test_progress_has_the_limit_of_the_phase_and_silence_its_own() -> None:
+    judge, ranks = HangJudge(HANG_S), Ranks(phase=["checkpoint", "checkpoint"])
+    assert run(judge, ranks, 0.0, LIMITS["checkpoint"] - 1.0, beats=False) is None
+    assert judge.doubt == ""
+    judge, ranks = HangJudge(HANG_S), Ranks(phase=["checkpoint", "checkpoint"])
+    assert run(judge, ranks, 0.0, 1.0, beats=True) is None
+    ranks.stopped[1] = True
+    assert run(judge, ranks, 1.0, HANG_S - 1.0, beats=True) is None
+    assert judge.doubt == "rank 1 (phase checkpoint) gives no sign: the trainer is replaced if that lasts 5 s"
+    accused = run(judge, ranks, HANG_S, HANG_S, beats=True)
+    assert accused is not None
+    assert "rank 1 (phase checkpoint) gave no sign" in accused[1]
 
 
 def test_a_controller_that_was_suspended_accuses_nobody() -> None:
