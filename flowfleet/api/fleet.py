@@ -44,7 +44,7 @@ class ReplicaView(Answer):
 
 class Shortage(Answer):
     component: str
-    """rollout, reward or redis."""
+    """rollout, reward, redis or retention."""
     name: str
     reason: str
 
@@ -72,4 +72,5 @@ class Fleet(Answer):
     pools: list[str] | None
     """Names of the rollout pools; null if any name is accepted."""
     shortages: list[Shortage]
-    """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
+    """Pools and rewards whose pods cannot run, a Redis that lost writes or takes none, and a
+    retention that waits for an operator, each with the reason."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -349,9 +350,28 @@ app.command()(models.export)
 app.command()(models.push)
 
 
-_steering(
-    Client.delete, "Remove an ended job and its history; its checkpoints and models stay, and so does its archive."
-)
+@app.command()
+def delete(
+    job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Job, or the beginning of its id.")] = None,
+    before: Annotated[
+        datetime | None, typer.Option(metavar="TIME", help="All jobs that ended before, in UTC: 2026-08-31T12:00:00.")
+    ] = None,
+    files: Annotated[bool, typer.Option("--files", help="Remove checkpoints, models and logs too.")] = False,
+    url: Url = None,
+    ca: Ca = None,
+    json_: Json = False,
+) -> None:
+    """Remove an ended job and its history; its archive stays, and without --files its checkpoints and models."""
+    if (job_id is None) == (before is None):
+        raise ValueError("give the ID of a job, or --before TIME")
+    with connect(url, ca) as client:
+        if before is None:
+            views.say(client.delete(client.find(str(job_id)).id, files=files), json_)
+            return
+        end = before.replace(tzinfo=UTC)
+        found = [job.id for job in client.jobs() if job.ended_at is not None and job.ended_at < end]
+        deleted = [client.delete(one, files=files) for one in found]
+    tell(deleted, json_, lambda: out.print(views.jobs_table(deleted)))
 
 
 @app.command()

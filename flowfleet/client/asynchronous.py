@@ -149,10 +149,11 @@ class AsyncClient(AsyncVoting):
         """Gives a job that has not ended `steps` training steps in all."""
         return read(Job, (await self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps})).json())
 
-    async def delete(self, job_id: str) -> Job:
+    async def delete(self, job_id: str, *, files: bool = False) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an
-        archive. ApiError (409) while it has not ended. `flowfleet.client.archive.Archive` reads archives."""
-        return read(Job, (await self._call("DELETE", f"/v1/jobs/{job_id}")).json())
+        archive; `files`: with its checkpoints, models and logs as well. ApiError (409) while it has not ended.
+        `flowfleet.client.archive.Archive` reads archives."""
+        return read(Job, (await self._call("DELETE", f"/v1/jobs/{job_id}", params={"files": files})).json())
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Returns when the job has ended. TimeoutError after `timeout_s`."""

@@ -195,6 +195,16 @@ def leftovers() -> str:
     return fleet_key("jobs", "leftovers")
 
 
+def retention() -> str:
+    """Why the limits of ended jobs remove nothing; it expires unless renewed."""
+    return fleet_key("jobs", "held")
+
+
+def orphans() -> str:
+    """Hash: job whose folder is left → seconds that controllers have seen it without the job."""
+    return fleet_key("jobs", "orphans")
+
+
 def idempotency(key: str) -> str:
     """Record of one `Idempotency-Key`; hashed, since clients may send any characters."""
     return fleet_key("idempotency", hashlib.sha256(key.encode()).hexdigest())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from flowfleet.data.lineage import misfit
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Unavailable
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.process.logs import copy_to
 from flowfleet.process.telemetry import Timings
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
@@ -297,6 +299,8 @@ class Worker:
         with self.ranks.together():
             spec = parse_job(json.loads(request.spec_json))
             self.ranks.beats.timeouts = spec.timeouts
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # in a pod; the launcher of one machine keeps the whole output
+                copy_to(Path(request.directory).parent / "logs" / f"rank-{self.ranks.rank}.log")
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
                 checkpoints.take_over()

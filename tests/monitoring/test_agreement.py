@@ -34,6 +34,8 @@ OF_CONTROLLER = {
     "flowfleet_redis_lost_writes",
     "flowfleet_redis_unacknowledged_seconds",
     "flowfleet_controller_archive_failures_total",
+    "flowfleet_controller_retention_held",
+    "flowfleet_state_bytes",
     "flowfleet_unschedulable_pods",
     "flowfleet_kubernetes_stale_seconds",
 }

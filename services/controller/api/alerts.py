@@ -15,6 +15,7 @@ from flowfleet.api.overview import Alert, JobRow
 LIVE = (Health.IDLE, Health.SERVING, Health.UPDATING)
 DROPPED = 0.1
 """Share of a job's samples."""
+_SHORT = {"redis": "FlowfleetRedisDown", "retention": "FlowfleetRetentionHeld"}
 EXPECTED = ("not_in_a_pair", "not_best_or_worst", "not_selected")
 """Reasons of samples that a job leaves out by its settings."""
 
@@ -26,7 +27,7 @@ def alerts_of(rows: Iterable[JobRow], fleet: Fleet) -> list[Alert]:
 
 def _of_fleet(fleet: Fleet) -> Iterator[Alert]:
     for short in fleet.shortages:
-        name = "FlowfleetRedisDown" if short.component == "redis" else "FlowfleetNoCapacity"
+        name = _SHORT.get(short.component, "FlowfleetNoCapacity")
         yield Alert(name=name, text=f"{short.component} {short.name}: {short.reason}")
     for name, addresses in fleet.rewards.items():
         if not addresses:

@@ -43,6 +43,7 @@ from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.mixture import Mixture
 from services.controller.prompts.sources import Unread
+from services.controller.retention.folders import JOBS, Folders
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
 from services.controller.rewards.gradients import GradientRewards
@@ -106,6 +107,7 @@ class JobScheduler:
             registry=registry,
             blobs_in_redis=settings.blobs == "redis",
             uploads=settings.uploads,
+            folders=Folders(settings.state_dir, registry),
         )
         self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())
         self._wake = asyncio.Event()
@@ -406,7 +408,7 @@ class JobScheduler:
         await forget_gradients(self._folder(job_id))
 
     def _folder(self, job_id: str) -> Path:
-        return self._settings.state_dir.resolve() / "jobs" / job_id
+        return self._settings.state_dir.resolve() / JOBS / job_id
 
 
 @contextmanager

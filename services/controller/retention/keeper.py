@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from redis.exceptions import RedisError
 
 from flowfleet.client.archive import Archive
 from flowfleet.data.blobs import BlobStore
-from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from flowfleet.redis.trouble import trouble
 from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
 from services.controller.retention.archiving import archive_job
-from services.controller.retention.keep import Keep, to_remove
+from services.controller.retention.folders import Folders
+from services.controller.retention.keep import DAY_S, Keep, to_remove, why_held
 from services.controller.retention.memory import Memory
 from services.controller.store.leadership import LeaseLost
 from services.controller.store.removal import EndedJob, Leftover
@@ -37,7 +38,7 @@ WORKING_BLOBS = ("trajectory", "embeds", "negative", "condition", "adapter", "ev
 
 
 class Keeper:
-    """`store` is fenced by the lease of the controller that leads."""
+    """`store` is fenced by the lease of the controller that leads. `clock` is its own, to check Redis's."""
 
     def __init__(
         self,
@@ -50,21 +51,28 @@ class Keeper:
         registry: CollectorRegistry | None = None,
         blobs_in_redis: bool = True,
         uploads: Uploads | None = None,
-        clock: Callable[[], float] = steady_time,
+        folders: Folders | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._in_redis = blobs_in_redis  # those go with the job's keys
         self._store, self._blobs = store, blobs
         self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
-        self._uploads, self._swept = uploads, float("-inf")
+        self._uploads, self._folders, self._swept = uploads, folders, float("-inf")
         self._ended: dict[str, EndedJob] = {}
         """Jobs that have ended, as they were read last; one that ends or is deleted is among the leftovers."""
         self._read_all = float("-inf")
         self._sizes: dict[str, int] = {}
         """Job → bytes of Redis that its history takes; an ended job does not grow."""
+        registry = registry or CollectorRegistry()
         self._failures = Counter(
             "flowfleet_controller_archive_failures_total",
             "Times that an ended job could not be archived",
-            registry=registry or CollectorRegistry(),
+            registry=registry,
+        )
+        self._held = Gauge(
+            "flowfleet_controller_retention_held",
+            "1 while limits remove no ended job until an operator has looked",
+            registry=registry,
         )
 
     async def run(self) -> None:
@@ -85,24 +93,38 @@ class Keeper:
         """Archives and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
         that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
         await self._store.confirm()
-        now = self._clock()
+        now = await self._store.link.now()
         left = await self._store.removal.leftovers()
         jobs = await self._read(now, left)
         await self._measure(jobs)
-        limit = await self._memory.limit() if self._memory else 0
-        removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
+        held = why_held(jobs, self._keep, now, self._clock())
+        removed = await self._due(jobs, now, held)
         for job in jobs:
             if not await self._archived(job):
                 continue
             if job.job_id in removed:
+                if job.with_files and not await self._files_gone(job.job_id):
+                    continue
                 log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
                 await self._store.removal.remove(job.job_id, removed[job.job_id])
                 self._ended.pop(job.job_id, None)
                 left.append(Leftover(job.job_id, again=False))
         await self._clear(left)
-        if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
+        if not 0 <= (passed := now - self._swept) < SWEEP_EVERY_S:
             self._swept = now
-            await self._sweep(self._uploads)
+            if self._uploads is not None and not held:
+                await self._sweep(self._uploads)
+            if self._folders is not None:
+                await self._sweep_folders(self._folders, 0.0 if passed == float("inf") else SWEEP_EVERY_S)
+
+    async def _due(self, jobs: list[EndedJob], now: float, held: str) -> dict[str, str]:
+        """Jobs to remove, and why. While removals by limits are held only what was deleted goes."""
+        self._held.set(bool(held))
+        if held:
+            await self._store.removal.hold(held)
+            jobs = [job for job in jobs if job.wanted_gone]
+        limit = await self._memory.limit() if self._memory else 0
+        return to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
 
     async def _read(self, now: float, left: list[Leftover]) -> list[EndedJob]:
         """Ended jobs, the first to end first. Reads all at first and now and then, because a controller of an earlier
@@ -121,6 +143,28 @@ class Keeper:
             named = await self._store.removal.named_uploads()
             for name in await asyncio.to_thread(uploads.sweep, named):
                 log.info("keeper removed an upload: no job names %s", name)
+
+    async def _files_gone(self, job_id: str) -> bool:
+        """Removes a job's folder; False while a job that has not ended starts from it."""
+        if job_id in await self._store.removal.named_jobs():
+            return False
+        if self._folders is not None:
+            await asyncio.to_thread(self._folders.remove, job_id)
+        return True
+
+    async def _sweep_folders(self, folders: Folders, passed: float) -> None:
+        """Measures, and removes folders whose job went long ago. `passed`: seconds since the last look."""
+        if self._keep.folder_days is not None:
+            left = await asyncio.to_thread(folders.job_ids) - set(await self._store.removal.known())
+            ages = await self._store.removal.age_orphans(left - await self._store.removal.named_jobs(), passed)
+            for job_id in [one for one, age in ages.items() if age > self._keep.folder_days * DAY_S]:
+                log.info(
+                    "keeper removed a job's folder: its job went %g days ago",
+                    self._keep.folder_days,
+                    extra={"job": job_id},
+                )
+                await asyncio.to_thread(folders.remove, job_id)
+        await asyncio.to_thread(folders.measure)
 
     async def _measure(self, jobs: list[EndedJob]) -> None:
         known, self._sizes = self._sizes, {}

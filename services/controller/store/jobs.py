@@ -23,7 +23,7 @@ from services.controller.store.records import (
     next_desired,
     spec_digest,
 )
-from services.controller.store.removal import leave
+from services.controller.store.removal import FILES, leave
 
 _STEPS = "steps.asked"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
@@ -41,7 +41,7 @@ class Jobs:
     ) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict.
         `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it. `owner`: who submits."""
-        job_id = new_job_id()
+        job_id, now = new_job_id(), await self._link.now()
         key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
         async def attempt(pipe: Pipe) -> tuple[str, bool]:
@@ -53,7 +53,7 @@ class Jobs:
             if idempotency_key:
                 pipe.set(key, json.dumps({"job": job_id, "digest": spec_digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
-            pipe.hset(keys.job(job_id), mapping=self._first_fields(spec, owner))
+            pipe.hset(keys.job(job_id), mapping=_first_fields(spec, owner, now))
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
                 pipe.zadd(index, {job_id: 0})
             add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})
@@ -107,7 +107,7 @@ class Jobs:
 
     async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
         """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
-        status = JobStatus(status)
+        status, now = JobStatus(status), await self._link.now()
         assert status.known, status
 
         async def attempt(pipe: Pipe) -> bool:
@@ -118,33 +118,37 @@ class Jobs:
             if previous.terminal:
                 raise Conflict(f"job {job_id} has ended as {previous}: it cannot become {status}")
             pipe.multi()
-            pipe.hset(keys.job(job_id), mapping=self._status_fields(status, reason, started is None))
+            pipe.hset(keys.job(job_id), mapping=_status_fields(status, reason, started is None, now))
             pipe.zrem(keys.jobs_with_status(previous), job_id)
             pipe.zadd(keys.jobs_with_status(status), {job_id: 0})
             add_event(pipe, job_id, "status", {"status": status, "previous": previous, "reason": reason})
             if status is JobStatus.QUARANTINED:
                 await self.hold(job_id, pipe)
             if status.terminal:
-                leave(pipe, job_id, self._link.clock())
+                leave(pipe, job_id, now)
             return True
 
         return bool(await self._link.transaction(attempt, keys.job(job_id)))
 
-    async def request(self, job_id: str, action: Action) -> JobRecord:
-        """Records what the user wants; the runner looks. Asked again, it does nothing. Raises NotFound, Conflict."""
+    async def request(self, job_id: str, action: Action, *, files: bool = False) -> JobRecord:
+        """Records what the user wants; the runner looks. Asked again, it does nothing. `files`: a deleted
+        job's files go as well. Raises NotFound, Conflict."""
+        now = await self._link.now()
 
         async def attempt(pipe: Pipe) -> None:
             status, desired = await pipe.hmget(keys.job(job_id), "status", "desired")
             before = Desired(_present(job_id, desired))
             target = next_desired(JobStatus(status.decode()), before, action)
-            if target == before:
+            if target == before and not files:
                 return
             pipe.multi()
+            if files:
+                pipe.hset(keys.job(job_id), FILES, 1)
             pipe.hset(keys.job(job_id), "desired", target)
             if target != Desired.DELETED:  # the last status was the last event
                 add_event(pipe, job_id, "request", {"action": action})
             else:
-                leave(pipe, job_id, self._link.clock())
+                leave(pipe, job_id, now)
                 notice(pipe, job_id)
 
         await self.status(job_id)
@@ -197,19 +201,21 @@ class Jobs:
         """Name → path or figure; replaces what was there."""
         await self._redis.hset(keys.job(job_id), "results", encode(results))
 
-    def _first_fields(self, spec: JobSpec, owner: str) -> dict[str, str]:
-        state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
-        progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
-        written = {"format": str(FORMAT), "warnings": encode(spec.warnings), "spec": spec.model_dump_json()}
-        return {**state, **progress, **written, "created_at": repr(self._link.clock())}
 
-    def _status_fields(self, status: JobStatus, reason: str, first_run: bool) -> dict[str, str]:
-        fields = {"status": str(status), "reason": reason}
-        if status == JobStatus.RUNNING and first_run:
-            fields["started_at"] = repr(self._link.clock())
-        if status.terminal:
-            fields["ended_at"] = repr(self._link.clock())
-        return fields
+def _first_fields(spec: JobSpec, owner: str, now: float) -> dict[str, str]:
+    state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
+    progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
+    written = {"format": str(FORMAT), "warnings": encode(spec.warnings), "spec": spec.model_dump_json()}
+    return {**state, **progress, **written, "created_at": repr(now)}
+
+
+def _status_fields(status: JobStatus, reason: str, first_run: bool, now: float) -> dict[str, str]:
+    fields = {"status": str(status), "reason": reason}
+    if status == JobStatus.RUNNING and first_run:
+        fields["started_at"] = repr(now)
+    if status.terminal:
+        fields["ended_at"] = repr(now)
+    return fields
 
 
 def check_steps(status: JobStatus, desired: Desired, done: int, steps: int, before: bytes | None) -> None:

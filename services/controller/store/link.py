@@ -17,12 +17,19 @@ Pipe = Any
 
 @dataclass(frozen=True)
 class Link:
-    """`redis` decodes no responses; `clock` gives seconds since the epoch. With a lease, transactions raise LeaseLost
-    once another controller leads."""
+    """`redis` decodes no responses; `clock` stands for Redis's. With a lease, transactions raise LeaseLost once another
+    controller leads."""
 
     redis: Any
-    clock: Callable[[], float]
+    clock: Callable[[], float] | None = None
     lease: Lease | None = None
+
+    async def now(self) -> float:
+        """Seconds since the epoch by Redis, whose clock is the same for all controllers and all that is stored."""
+        if self.clock is not None:
+            return self.clock()
+        seconds, microseconds = await self.redis.time()
+        return float(seconds) + 1e-6 * float(microseconds)
 
     async def transaction(self, attempt: Callable[[Pipe], Awaitable[Any]], watched: str) -> Any:
         """Runs `Redis.transaction` with `attempt`, whose value it returns."""

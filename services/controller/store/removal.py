@@ -21,10 +21,14 @@ from services.controller.store.link import Link, Pipe
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
+HELD_S = 60
+FILES = "delete_files"
+"""Field of the record of a job whose files go with it."""
 BATCH = 500
 WORKING = frozenset({"state", "ledger", "refs", "train", "held", "trajectories"})
 """Parts of a job's keys that only a running job needs."""
 _DEAD = b"trajectories:dead"
+_JOB = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
 _UPLOAD = re.compile(rb"upload:([0-9a-f]{64})/")
 
 
@@ -37,6 +41,8 @@ class EndedJob:
     wanted_gone: bool
     """Its user asked to delete it."""
     archive: str
+    with_files: bool = False
+    """Its files go with it."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +65,49 @@ class Removal:
         ids = among
         if ids is None:
             ids = [name.decode() for name in await self._redis.zunion([keys.jobs_with_status(s) for s in _TERMINAL])]
-        fields = ("ended_at", "desired", "archive")
+        fields = ("ended_at", "desired", "archive", FILES)
         rows = await self._link.each(ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), fields))
         found = [
-            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode())
-            for job_id, (at, desired, archive) in zip(ids, rows, strict=True)
+            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode(), bool(files))
+            for job_id, (at, desired, archive, files) in zip(ids, rows, strict=True)
             if at is not None
         ]
         return sorted(found, key=lambda job: (job.ended_at, job.job_id))
 
     async def named_uploads(self) -> set[str]:
         """Digests of the uploads that a job names, ended or not."""
-        ids = await self._redis.zrange(keys.jobs(), 0, -1)
+        return await self._named(_UPLOAD, await self.known())
+
+    async def named_jobs(self) -> set[str]:
+        """Jobs that one that has not ended names, to start from their files."""
+        open_ids = await self._redis.zunion([keys.jobs_with_status(s) for s in JobStatus if not s.terminal])
+        return await self._named(_JOB, [job_id.decode() for job_id in open_ids])
+
+    async def known(self) -> list[str]:
+        """All jobs that are not removed."""
+        return [job_id.decode() for job_id in await self._redis.zrange(keys.jobs(), 0, -1)]
+
+    async def age_orphans(self, job_ids: Collection[str], seconds: float) -> dict[str, float]:
+        """Adds to how long folders of these removed jobs have been seen, and forgets all others. No clock that jumps
+        makes them older."""
+        before = await self._redis.hgetall(keys.orphans())
+        ages = {job_id: float(before.get(job_id.encode(), 0.0)) + seconds for job_id in job_ids}
+
+        def put(pipe: Pipe) -> None:
+            pipe.delete(keys.orphans())
+            if ages:
+                pipe.hset(keys.orphans(), mapping=ages)
+
+        await self._link.write(put)
+        return ages
+
+    async def _named(self, pattern: re.Pattern[bytes], job_ids: Sequence[str]) -> set[str]:
+        """What the specs of these jobs name."""
         found: set[str] = set()
-        for start in range(0, len(ids), BATCH):
-            batch = ids[start : start + BATCH]
-            specs = await self._link.each(batch, lambda pipe, job_id: pipe.hget(keys.job(job_id.decode()), "spec"))
-            found |= {digest.decode() for spec in specs for digest in _UPLOAD.findall(spec or b"")}
+        for start in range(0, len(job_ids), BATCH):
+            batch = job_ids[start : start + BATCH]
+            specs = await self._link.each(batch, lambda pipe, job_id: pipe.hget(keys.job(job_id), "spec"))
+            found |= {name.decode() for spec in specs for name in pattern.findall(spec or b"")}
         return found
 
     async def history_bytes(self, job_id: str) -> int:
@@ -117,7 +149,7 @@ class Removal:
 
     async def remove(self, job_id: str, why: str) -> None:
         """Removes an ended job from sight; its other keys are among the leftovers then."""
-        name = keys.job(job_id)
+        name, now = keys.job(job_id), await self._link.now()
 
         async def attempt(pipe: Pipe) -> None:
             status, archive, idempotency = await pipe.hmget(name, "status", "archive", "idempotency")
@@ -129,19 +161,27 @@ class Removal:
             pipe.delete(name)
             for index in (keys.jobs(), *map(keys.jobs_with_status, _TERMINAL)):
                 pipe.zrem(index, job_id)
-            leave(pipe, job_id, self._link.clock())
+            leave(pipe, job_id, now)
             notice(pipe, job_id)
             if left_ms > 0:
                 pipe.set(keys.tombstone(job_id), json.dumps({"reason": f"job {job_id} {why}{where}"}), px=left_ms)
 
         await self._link.transaction(attempt, name)
 
+    async def hold(self, reason: str) -> None:
+        """Shows for a while why limits remove nothing."""
+        await self._link.write(lambda pipe: pipe.set(keys.retention(), reason, ex=HELD_S))
+
+    async def held(self) -> str:
+        """Returns why limits remove nothing now; empty where they do."""
+        return (await self._redis.get(keys.retention()) or b"").decode()
+
     async def exists(self, job_id: str) -> bool:
         return bool(await self._redis.exists(keys.job(job_id)))
 
     async def leftovers(self) -> list[Leftover]:
         """Leftovers to clear now."""
-        found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", self._link.clock())
+        found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", await self._link.now())
         parts = [member.decode().partition("/") for member in found]
         return [Leftover(job_id, again == "1") for again, _, job_id in parts]
 
@@ -157,12 +197,13 @@ class Removal:
                 await self._unlink(batch)
                 batch = []
         await self._unlink(batch)
+        late = await self._link.now() + LATE_S
 
         def cleared(pipe: Pipe) -> None:
             pipe.zrem(keys.leftovers(), *(leftover.member for leftover in leftovers))
             again = [Leftover(leftover.job_id, True).member for leftover in leftovers if not leftover.again]
             if again:
-                pipe.zadd(keys.leftovers(), dict.fromkeys(again, self._link.clock() + LATE_S))
+                pipe.zadd(keys.leftovers(), dict.fromkeys(again, late))
 
         if leftovers:
             await self._link.write(cleared)

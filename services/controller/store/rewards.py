@@ -41,7 +41,7 @@ class Rewards:
         Raises NotFound, and Conflict when the job has ended, is being cancelled, or has a newer revision than the one
         that this follows.
         """
-        wanted = revision.model_copy(update={"requested_at": from_epoch(self._link.clock())})
+        wanted = revision.model_copy(update={"requested_at": from_epoch(await self._link.now())})
 
         async def attempt(pipe: Pipe) -> None:
             status, desired, number = await pipe.hmget(keys.job(job_id), "status", "desired", REVISION)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from flowfleet.process.clock import steady_time
 from services.controller.store.credits import Credits
 from services.controller.store.events import Events, Notices
 from services.controller.store.history import History
@@ -33,9 +32,9 @@ from services.controller.store.votes import Votes
 
 
 class Store:
-    """`redis` decodes no responses; `clock` gives seconds since the epoch."""
+    """`redis` decodes no responses; `clock` gives seconds since the epoch in place of Redis's."""
 
-    def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:
+    def __init__(self, redis: Redis, clock: Callable[[], float] | None = None, lease: Lease | None = None) -> None:
         self.link = link = Link(redis, clock, lease)
         self.jobs = Jobs(link)
         self.lists = Lists(link)

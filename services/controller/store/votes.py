@@ -38,7 +38,7 @@ class Votes:
 
         async def attempt(pipe: Pipe) -> VoteGroup:
             votes = _votes(await pipe.lrange(votes_key, 0, -1))
-            now = from_epoch(self._link.clock())
+            now = from_epoch(await self._link.now())
             done = is_complete([one.index for one in asked.samples], votes, asked.wanted)
             found = VoteGroup(**dict(asked), step=step, group=group, asked_at=now, complete=done)
             pipe.multi()
@@ -64,7 +64,7 @@ class Votes:
                 return again
             if len(votes) >= 2 * known.wanted + MORE_VOTES:
                 raise Conflict(f"group {place} has {len(votes)} votes and takes no more: vote on another")
-            vote = Vote(**dict(ballot), time=from_epoch(self._link.clock()))
+            vote = Vote(**dict(ballot), time=from_epoch(await self._link.now()))
             if sum((one.voter, one.pair) == (vote.voter, vote.pair) for one in votes) >= MAX_REPEATS:
                 raise Conflict(f"{vote.voter} voted {MAX_REPEATS} times on this pair of group {place}: vote on another")
             done = is_complete(samples, [*votes, vote], known.wanted)

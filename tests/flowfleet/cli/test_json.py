@@ -90,7 +90,9 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     assert told("archived", str(tmp_path / "archive"))[0]["id"] == job_id
     assert told("archived", str(tmp_path / "archive"), job_id)["status"] == "succeeded"
     assert told("samples", job_id, "--step", "1") == []
-    assert told("delete", job_id)["desired"] == "deleted"
+    assert told("delete", "--before", "2020-01-01") == []
+    assert [job["id"] for job in told("delete", "--before", "2900-01-01T12:00:00")][-1] == job_id
+    assert told("delete", job_id, "--files")["desired"] == "deleted"
     assert told("down", "--state-dir", "nothing") == {"stopped": False}
     assert told("redis-acl", "passwords")[0].startswith("ACL SETUSER")
 

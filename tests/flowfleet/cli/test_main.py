@@ -391,7 +391,7 @@ def test_the_surface_is_what_users_know() -> None:
         "push": ["--ca", "--private", "--step", "--url"],
         "pause": ["--ca", "--url"],
         "resume": ["--ca", "--url"],
-        "delete": ["--ca", "--url"],
+        "delete": ["--before", "--ca", "--files", "--url"],
         "archived": [],
     }
 

@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from flowfleet.api.jobs import Job, JobStatus
 from flowfleet.api.overview import JobRow
-from flowfleet.errors import NotFound, Unavailable
+from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
@@ -71,10 +71,16 @@ async def trace(job_id: KnownJobId, step: Annotated[int, Path(ge=0, le=10_000_00
 
 
 @router.delete("/{job_id}", status_code=202)
-async def delete(job_id: JobId, use: Use) -> JobRecord:
-    """Removes an ended job and its history, once it is archived where the operator has an archive. Checkpoints and
-    exported models stay. Afterwards the job is 410 while its Idempotency-Key lives, then 404."""
-    return await _request(job_id, use, "delete")
+async def delete(
+    job_id: JobId, use: Use, files: Annotated[bool, Query(description="Checkpoints, models and logs go too.")] = False
+) -> JobRecord:
+    """Removes an ended job and its history, once it is archived where the operator has an archive. Without `files` its
+    folder stays. Afterwards the job is 410 while its Idempotency-Key lives, then 404."""
+    if files and job_id in await use.store.removal.named_jobs():
+        raise Conflict(
+            "a job that has not ended starts from this job's files: wait until it has ended, or leave `files` out"
+        )
+    return await _request(job_id, use, "delete", files=files)
 
 
 @router.post("/{job_id}/cancel", status_code=202)
@@ -116,8 +122,8 @@ async def _request_steps(job_id: str, use: Use, steps: int) -> JobRecord:
     return record
 
 
-async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
-    record = await use.store.jobs.request(job_id, action)
+async def _request(job_id: str, use: Use, action: Action, *, files: bool = False) -> JobRecord:
+    record = await use.store.jobs.request(job_id, action, files=files)
     await use.runner.notify()
     return record
 

@@ -57,6 +57,8 @@ async def _fleet(use: Services) -> Fleet:
     shortages = _shortages(directory)
     if use.runner.trouble:
         shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
+    if held := await _retention_held(use):
+        shortages.append(Shortage(component="retention", name="history", reason=held))
     load = await _reward_load(use)
     return Fleet(replicas=replicas, rewards=rewards, reward_load=load, pools=pools, shortages=shortages)
 
@@ -67,6 +69,14 @@ async def _reward_load(use: Services) -> dict[str, RewardLoad]:
         return await use.store.rewards.load()
     except RedisError:
         return {}
+
+
+async def _retention_held(use: Services) -> str:
+    """Why limits remove no ended job; empty without Redis."""
+    try:
+        return await use.store.removal.held()
+    except RedisError:
+        return ""
 
 
 async def _newest_versions(use: Services, job_ids: set[str]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import TRAINER, trainer_flags
 from flowfleet.process.forks import fork_environment
 from flowfleet.process.forkserver import Order, start_ticks
+from flowfleet.process.logs import cap, rotate
 from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, usable_cpus
 from flowfleet.rpc.kinds import job_accept, trainer_environment
 from services.controller.platforms.local.fork_server import TrainerForks
@@ -48,7 +49,7 @@ class LocalLauncher:
     goes."""
 
     def __init__(self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = ()) -> None:
-        self._state_dir = state_dir
+        self._state_dir = state_dir.resolve()
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
@@ -71,6 +72,7 @@ class LocalLauncher:
         raise RuntimeError(f"the trainer ended while starting: {words}; its log is {self._log(job_id)}")
 
     async def alive(self, job_id: str) -> bool:
+        cap(self._log(job_id))
         process = self._read(job_id)
         return process is not None and _is_running(process)
 
@@ -92,6 +94,8 @@ class LocalLauncher:
     async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._log(job_id).parent.mkdir(parents=True, exist_ok=True)
+        rotate(self._log(job_id))
         port_file = self._directory / f"{job_id}.port"
         port_file.unlink(missing_ok=True)
         self._words(job_id).unlink(missing_ok=True)
@@ -117,7 +121,7 @@ class LocalLauncher:
     def _variables(self, job_id: str, threads: int) -> dict[str, str]:
         return {
             "OMP_NUM_THREADS": str(threads),
-            STATE_DIR: str(self._state_dir.resolve()),
+            STATE_DIR: str(self._state_dir),
             TERMINATION_MESSAGE: str(self._words(job_id).resolve()),
             **job_accept(job_id),
         }
@@ -138,7 +142,7 @@ class LocalLauncher:
         return self._directory / f"{job_id}.json"
 
     def _log(self, job_id: str) -> Path:
-        return self._logs / f"trainer-{job_id}.log"
+        return self._state_dir / "jobs" / job_id / "logs" / "trainer.log"
 
 
 def _environment() -> dict[str, str]:

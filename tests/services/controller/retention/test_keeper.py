@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -17,7 +17,6 @@ from flowfleet.api.votes import Asked, Ballot, VoteSample
 from flowfleet.client.archive import Archive
 from flowfleet.data.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
-from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.process.service import usable_cpus
@@ -31,19 +30,12 @@ from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
 from services.controller.store.leadership import Lease, LeaseLost
-from services.controller.store.records import SampleRecord
 from services.controller.store.removal import EndedJob
 from services.controller.store.store import Store
+from tests.services.controller.retention.conftest import Clock, history, spec
 
 pytestmark = pytest.mark.anyio
 GIB = 2**30
-
-
-class Clock:
-    now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ended(job_id: str, at: float, *, wanted_gone: bool = False) -> EndedJob:
@@ -100,47 +92,6 @@ def test_an_archive_url_holds_no_password() -> None:
     env = {"FLOWFLEET_REDIS_URL": "redis://127.0.0.1:1/0", "FLOWFLEET_ARCHIVE": "ftp://me:secret@host/jobs"}
     with pytest.raises(ValueError, match="leave user and password out of the URL"):
         ControllerSettings.from_command_line([], env)
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(redis: Any, clock: Clock) -> Store:
-    return Store(redis, clock)
-
-
-@pytest.fixture
-def blobs(redis: Any) -> BlobStore:
-    return open_blobs(redis, "redis")
-
-
-def spec() -> JobSpec:
-    return parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
-
-
-async def history(store: Store, blobs: BlobStore, rows: int = 3, key: str | None = None) -> str:
-    """A job that has begun and left something of each kind."""
-    job_id = (await store.jobs.create(spec(), key))[0].id
-    await store.jobs.set_status(job_id, JobStatus.RUNNING)
-    for step in range(rows):
-        await store.events.append(job_id, "phase", {"step": step}, once=f"phase/{step}")
-        await store.history.put_metrics(job_id, step, {"actor/loss": 0.5})
-        ref = await blobs.put(keys.blob(job_id, "media", step), f"picture {step}".encode(), ttl_s=1000)
-        media: dict[str, Any] = {
-            "media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256,
-        }  # fmt: skip
-        await store.samples.put(job_id, SampleRecord(step=step, group=0, index=0, prompt="p", reward=step, **media))
-    return job_id
 
 
 def picture(job_id: str, step: int) -> BlobRef:
@@ -388,12 +339,14 @@ async def test_only_the_leader_removes(store: Store, blobs: BlobStore, redis: An
     assert await all_keys(redis) == before
 
 
-async def test_a_controller_that_dies_in_between_is_continued(store: Store, blobs: BlobStore, redis: Any) -> None:
+async def test_a_controller_that_dies_in_between_is_continued(
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock
+) -> None:
     before = await all_keys(redis)
     job_id = await history(store, blobs)
     await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     await store.removal.remove(job_id, "was deleted")  # and nothing after that
-    await Keeper(store, blobs, Keep()).look()
+    await Keeper(store, blobs, Keep(), clock=clock).look()
     assert await all_keys(redis) - before == {keys.leftovers().encode(), keys.notices().encode()}
 
 

@@ -179,7 +179,7 @@ async def test_a_group_that_is_asked_for_no_more_is_not_shown(
 ) -> None:
     job_id = await running(api, job, groups=2)
     await ask(api, job_id, group=0)
-    link, now = api.store.link, api.store.link.clock()
+    link, now = api.store.link, await api.store.link.now()
     monkeypatch.setattr(api.store.votes, "_link", replace(link, clock=lambda: now - 3600.0))  # an hour ago
     await ask(api, job_id, group=1)
     queue = await next_votes(api, job_id, "ann", count=20)

@@ -217,9 +217,9 @@ async def test_a_trainer_that_ends_while_starting_names_its_log(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "trainer_flags", lambda _: ["--fail", "no GPU"])
-    with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
+    with pytest.raises(RuntimeError, match=r"its log is .*jobs/job/logs/trainer\.log"):
         await launcher.ensure("job", spec)
-    assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
+    assert "no GPU" in (tmp_path / "jobs/job/logs/trainer.log").read_text()
 
 
 @pytest.mark.anyio
@@ -257,7 +257,7 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
         assert _gone(first)
 
     await asyncio.wait_for(scenario(), 30)
-    assert "rank 1 was killed by signal 9" in (tmp_path / "logs" / "trainer-job.log").read_text()
+    assert "rank 1 was killed by signal 9" in (tmp_path / "jobs/job/logs/trainer.log").read_text()
     assert (tmp_path / "trainers" / "job.port.world").read_text() == "2"
 
 

@@ -1,0 +1,59 @@
+"""Files of jobs below the state directory: removes a job's, and measures how much there is. Blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Gauge
+
+log = logging.getLogger(__name__)
+
+JOBS = "jobs"
+
+
+class Folders:
+    def __init__(self, state_dir: Path, registry: CollectorRegistry) -> None:
+        self._root = state_dir.resolve()
+        self._bytes = Gauge(
+            "flowfleet_state_bytes", "Bytes on disk by entry of the state directory", ["part"], registry=registry
+        )
+
+    def job_ids(self) -> set[str]:
+        """Jobs that have a folder."""
+        with contextlib.suppress(FileNotFoundError):
+            return {entry.name for entry in os.scandir(self._root / JOBS) if entry.is_dir(follow_symlinks=False)}
+        return set()
+
+    def remove(self, job_id: str) -> None:
+        """Removes checkpoints, models, logs and all else that a job has left."""
+        folder = self._root / JOBS / job_id
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            log.warning("keeper could not remove all of %s: give the controller the right to", folder)
+        for pattern in (f"trainers/{job_id}.*", f"logs/trainer-{job_id}.log"):  # the second: of earlier releases
+            for path in self._root.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def measure(self) -> None:
+        """Sets the metric. A file with several names counts once."""
+        self._bytes.clear()
+        seen: set[tuple[int, int]] = set()
+        for part in self._root.iterdir() if self._root.is_dir() else ():
+            if part.is_dir() and not part.is_symlink():
+                self._bytes.labels(part.name).set(_bytes_below(part, seen))
+
+
+def _bytes_below(folder: Path, seen: set[tuple[int, int]]) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # it has just been removed
+                found = os.lstat(os.path.join(parent, name))
+                if (place := (found.st_dev, found.st_ino)) not in seen:
+                    seen.add(place)
+                    total += 512 * found.st_blocks
+    return total
