@@ -118,7 +118,6 @@ def placed(pods: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_pools_and_trainers_are_placed_and_one_too_large_is_told(
     cluster: Cluster, gpus: str, template: Path, redis_url: str
 ) -> None:

@@ -7,8 +7,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from services.controller.fleet.replicas import Replica
 from services.controller.platforms.kubernetes.api import PODS, connect
 from services.controller.scaling.deletion_cost import ANNOTATION, cost, keep_deletion_costs
@@ -24,7 +22,6 @@ def pods(cluster: Cluster) -> dict[str, str]:
     }
 
 
-@pytest.mark.anyio
 async def test_the_busy_pod_stays(cluster: Cluster) -> None:
     cluster.apply(deployment("pool"))
     cluster.kubectl("scale", "deployment", "pool", "--replicas", "3")

@@ -7,7 +7,6 @@ import re
 import time
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from services.controller.platforms.kubernetes.directory import NAME_LABEL, KubernetesDirectory
@@ -42,7 +41,6 @@ def deployment(component: str, name: str, replicas: int, **limits: str) -> dict[
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
 
 
-@pytest.mark.anyio
 async def test_addresses_follow_the_endpoint_slices(cluster: Cluster) -> None:
     async def scenario() -> None:
         async with directory_of(cluster) as directory:
@@ -70,7 +68,6 @@ async def test_addresses_follow_the_endpoint_slices(cluster: Cluster) -> None:
     await asyncio.wait_for(scenario(), 200)
 
 
-@pytest.mark.anyio
 async def test_pods_without_a_node_are_told_and_counted(cluster: Cluster) -> None:
     async def scenario() -> None:
         registry = CollectorRegistry()

@@ -59,7 +59,6 @@ def controller(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         yield cluster
 
 
-@pytest.mark.anyio
 async def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "trainer.yaml"
@@ -123,7 +122,6 @@ def refused_here(api: KubernetesApi) -> list[Any]:
     ]
 
 
-@pytest.mark.anyio
 async def test_it_allows_no_more(controller: Cluster) -> None:
     async def scenario() -> None:
         api, other = await connect(controller.namespace), await connect("kube-system")

@@ -60,7 +60,6 @@ def trainers_of(state_dir: Path) -> Iterator[Path]:
                 os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
 
-@pytest.mark.anyio
 async def test_a_job_runs_under_mutual_tls(
     redis_url: str, tmp_path: Path, small_job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,6 @@ def test_a_job_is_resolved_with_the_plugin_and_refused_without(installed: Workpl
         load_job(PLUGIN / "job.toml")
 
 
-@pytest.mark.anyio
 async def test_a_replica_loads_the_model_and_knows_the_step(
     installed: Workplace, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

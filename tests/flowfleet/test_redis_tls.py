@@ -58,19 +58,16 @@ async def ping_both(url: str) -> None:
         assert client.ping()
 
 
-@pytest.mark.anyio
 async def test_the_ca_comes_from_the_environment(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_REDIS_CA", str(files / "ca.crt"))
     await ping_both(url)
 
 
-@pytest.mark.anyio
 async def test_the_ca_comes_from_the_url(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWFLEET_REDIS_CA", raising=False)
     await ping_both(f"{url}?ssl_ca_certs={files / 'ca.crt'}")
 
 
-@pytest.mark.anyio
 async def test_a_server_of_another_ca_or_host_is_refused_at_once(
     url: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,6 @@ def test_length_costs_only_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@pytest.mark.anyio
 async def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
     spec = spec_of(name)
     reward = PREFERENCE if spec.method.data == "preferences" else "ocr"

@@ -70,7 +70,6 @@ def test_threads_share_a_client(api_url: str, tmp_path: Path) -> None:
         assert sorted(client.job(job.id).spec["seed"] for job in client.jobs()) == [0, 1, 2, 3]
 
 
-@pytest.mark.anyio
 async def test_jobs_are_submitted_and_followed(api_url: str, redis_url: str, tmp_path: Path) -> None:
     async with AsyncClient(api_url) as client:
         assert await client.same_files
@@ -94,7 +93,6 @@ async def test_jobs_are_submitted_and_followed(api_url: str, redis_url: str, tmp
         assert [event.type async for event in client.events(first.id)][-1] == "status"
 
 
-@pytest.mark.anyio
 async def test_mistakes_are_the_same_errors(api_url: str) -> None:
     async with AsyncClient(api_url) as client:
         with pytest.raises(ApiError, match="no job has the id or name 'ffff'"):
@@ -104,7 +102,6 @@ async def test_mistakes_are_the_same_errors(api_url: str) -> None:
             await client.fleet()
 
 
-@pytest.mark.anyio
 async def test_files_go_and_come(api_url: str, idle_controller: IdleController, tmp_path: Path) -> None:
     """A prompt file as an upload; a model, whole and once."""
     prompts = tmp_path / "mine.csv"

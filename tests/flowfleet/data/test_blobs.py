@@ -228,7 +228,6 @@ def test_large_blobs_are_hashed_in_parallel_by_the_same_rule() -> None:
     assert blobs.digest(bytes(data)) == hashlib.sha256(bytes(data)).hexdigest()
 
 
-@pytest.mark.anyio
 async def test_what_is_read_and_written_is_counted(redis_url: str) -> None:
     registry = CollectorRegistry()
     client = connect(redis_url)

@@ -35,7 +35,6 @@ def run(redis_url: str) -> Callable[[Use], Awaitable[None]]:
     return start
 
 
-@pytest.mark.anyio
 async def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         empty = await directory.look()
@@ -56,7 +55,6 @@ async def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Call
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_many_changes_come_in_parts(
     run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +72,6 @@ async def test_many_changes_come_in_parts(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("a"))
@@ -89,7 +86,6 @@ async def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use]
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use], Awaitable[None]]) -> None:
     """Neither over its successor nor when that one has left; another of its id may join."""
 
@@ -115,7 +111,6 @@ async def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable
     await run(use)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("jump_s", [24 * 3600, -24 * 3600])
 async def test_a_clock_that_jumps_forgets_nobody_who_lives(
     run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, jump_s: int
@@ -149,7 +144,6 @@ async def test_a_clock_that_jumps_forgets_nobody_who_lives(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_one_that_is_not_renewed_is_stale_and_then_gone(
     run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +165,6 @@ async def test_one_that_is_not_renewed_is_stale_and_then_gone(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         for name in "abc":
@@ -212,7 +205,6 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("text", BROKEN + HOSTILE, ids=range(len(BROKEN + HOSTILE)))
 async def test_a_record_that_cannot_be_read_hides_no_other(
     run: Callable[[Use], Awaitable[None]], text: str, caplog: pytest.LogCaptureFixture
@@ -227,7 +219,6 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_a_name_that_is_no_text_hides_no_other(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("c"))

@@ -51,7 +51,6 @@ def indices(deliveries: list[streams.Delivery]) -> list[int]:
     return [delivery.sample.id.index for delivery in deliveries]
 
 
-@pytest.mark.anyio
 async def test_samples_arrive_once_and_in_order(client: redis.asyncio.Redis) -> None:
     entry_ids = await publish(client, 5)
     reader = consumer(client)
@@ -62,7 +61,6 @@ async def test_samples_arrive_once_and_in_order(client: redis.asyncio.Redis) -> 
     assert await reader.read(3, 10) == []
 
 
-@pytest.mark.anyio
 async def test_a_group_made_late_misses_nothing_and_consumers_share(client: redis.asyncio.Redis) -> None:
     await publish(client, 4)
     first, second = consumer(client, "a"), consumer(client, "b")
@@ -71,7 +69,6 @@ async def test_a_group_made_late_misses_nothing_and_consumers_share(client: redi
     assert indices(await other_group.read(10, 50)) == [0, 1, 2, 3]
 
 
-@pytest.mark.anyio
 async def test_read_waits_for_the_first_entry(client: redis.asyncio.Redis) -> None:
     reading = asyncio.create_task(consumer(client).read(8, 5000))
     await asyncio.sleep(0.2)
@@ -80,14 +77,12 @@ async def test_read_waits_for_the_first_entry(client: redis.asyncio.Redis) -> No
     assert indices(await asyncio.wait_for(reading, 2)) == [0]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("block_ms", [0, -1, 20_001])
 async def test_a_block_that_would_outlast_the_socket_is_refused(client: redis.asyncio.Redis, block_ms: int) -> None:
     with pytest.raises(ValueError, match="block_ms"):
         await consumer(client).read(1, block_ms)
 
 
-@pytest.mark.anyio
 async def test_an_entry_stays_pending_until_its_effect_is_stored(client: redis.asyncio.Redis) -> None:
     """Effect and acknowledgment are one transaction: both or neither."""
     await publish(client, 2)
@@ -110,7 +105,6 @@ async def test_an_entry_stays_pending_until_its_effect_is_stored(client: redis.a
     assert await num_pending(client) == 0
 
 
-@pytest.mark.anyio
 async def test_entries_of_a_dead_consumer_are_reclaimed(client: redis.asyncio.Redis) -> None:
     await publish(client, 3)
     dead, alive = consumer(client, "dead"), consumer(client, "alive", reclaim_idle_ms=150)
@@ -128,7 +122,6 @@ async def test_entries_of_a_dead_consumer_are_reclaimed(client: redis.asyncio.Re
     assert await num_pending(client) == 0
 
 
-@pytest.mark.anyio
 async def test_a_restarted_consumer_gets_its_own_entries_back_at_once(client: redis.asyncio.Redis) -> None:
     await publish(client, 5)
     await consumer(client).read(5, 50)
@@ -139,7 +132,6 @@ async def test_a_restarted_consumer_gets_its_own_entries_back_at_once(client: re
     assert indices(await again.reclaim(100, min_idle_ms=0)) == [2, 3, 4]
 
 
-@pytest.mark.anyio
 async def test_two_reclaimers_never_get_the_same_entry(client: redis.asyncio.Redis) -> None:
     await publish(client, 40)
     await consumer(client, "dead").read(40, 50)
@@ -149,7 +141,6 @@ async def test_two_reclaimers_never_get_the_same_entry(client: redis.asyncio.Red
     assert sorted(index for part in taken for index in indices(part)) == list(range(40))
 
 
-@pytest.mark.anyio
 async def test_after_five_deliveries_an_entry_is_dead_lettered(client: redis.asyncio.Redis) -> None:
     [entry_id] = await publish(client, 1)
     reader = consumer(client)
@@ -164,7 +155,6 @@ async def test_after_five_deliveries_an_entry_is_dead_lettered(client: redis.asy
     assert await num_pending(client) == 0
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("fields", [{"sample": b"\xff\xff\xff"}, {"other": b"1"}])
 async def test_an_undecodable_entry_is_dead_lettered_and_the_others_arrive(
     client: redis.asyncio.Redis, fields: dict[str, bytes]
@@ -180,7 +170,6 @@ async def test_an_undecodable_entry_is_dead_lettered_and_the_others_arrive(
     assert await num_pending(client) == 2
 
 
-@pytest.mark.anyio
 async def test_an_undecodable_entry_of_a_dead_consumer_too(client: redis.asyncio.Redis) -> None:
     await publish(client, 1)
     await consumer(client).read(1, 50)
@@ -190,7 +179,6 @@ async def test_an_undecodable_entry_of_a_dead_consumer_too(client: redis.asyncio
     assert await client.xlen(keys.dead_trajectories(JOB)) == 1
 
 
-@pytest.mark.anyio
 async def test_a_consumer_can_bury_what_it_cannot_use(client: redis.asyncio.Redis) -> None:
     await publish(client, 1)
     reader = consumer(client)
@@ -201,7 +189,6 @@ async def test_a_consumer_can_bury_what_it_cannot_use(client: redis.asyncio.Redi
     assert await num_pending(client) == 0
 
 
-@pytest.mark.anyio
 async def test_a_sample_over_16_kib_is_refused(client: redis.asyncio.Redis) -> None:
     stream = TrajectoryStream(client, JOB)
     fits = Sample(media_type="x" * (streams.MAX_ENTRY_BYTES - 3))  # a tag of 1 byte, a length of 2
@@ -212,7 +199,6 @@ async def test_a_sample_over_16_kib_is_refused(client: redis.asyncio.Redis) -> N
     assert await client.xlen(KEY) == 1
 
 
-@pytest.mark.anyio
 async def test_trim_removes_only_what_all_groups_acknowledged(client: redis.asyncio.Redis) -> None:
     reader, watcher = consumer(client), consumer(client, group="watcher")
     assert await reader.trim() == 0  # no stream
@@ -234,7 +220,6 @@ async def test_trim_removes_only_what_all_groups_acknowledged(client: redis.asyn
     assert indices(await reader.read(10, 50)) == [4, 5]
 
 
-@pytest.mark.anyio
 async def test_trimming_while_others_publish_and_read_loses_nothing(client: redis.asyncio.Redis) -> None:
     reader, seen = consumer(client), list[int]()
     publishing = asyncio.create_task(publish(client, 300))
@@ -249,7 +234,6 @@ async def test_trimming_while_others_publish_and_read_loses_nothing(client: redi
     assert await client.xlen(KEY) == 0
 
 
-@pytest.mark.anyio
 async def test_an_entry_deleted_while_pending_does_not_block_the_group(client: redis.asyncio.Redis) -> None:
     entry_ids = await publish(client, 2)
     await consumer(client, "dead").read(2, 50)
@@ -258,7 +242,6 @@ async def test_an_entry_deleted_while_pending_does_not_block_the_group(client: r
     assert await num_pending(client) == 1
 
 
-@pytest.mark.anyio
 async def test_a_deleted_stream_starts_anew(client: redis.asyncio.Redis) -> None:
     await publish(client, 1)
     reader = consumer(client)

@@ -165,7 +165,6 @@ def test_a_service_cannot_become_another(server: Server) -> None:
         stranger.ping()
 
 
-@pytest.mark.anyio
 async def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Server) -> None:
     server.operator.flushall()
     server.operator.acl_log_reset()

@@ -58,7 +58,6 @@ def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer, d
     assert found == [str(index).encode() for index in range(acknowledged)]
 
 
-@pytest.mark.anyio
 async def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> None:
     """Four writers at once, before, while and after it is down, and a reader that blocks on a stream meanwhile."""
 
@@ -100,7 +99,6 @@ async def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServe
         assert None not in await client.mget(written)
 
 
-@pytest.mark.anyio
 async def test_a_wrong_password_fails_at_once(server: RedisServer) -> None:
     start = time.monotonic()
     with (
@@ -124,7 +122,6 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_client, "_BACKOFF_CAP_S", 0.2)
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("quick_retries")
 async def test_the_retries_of_command_and_connection_do_not_multiply(server: RedisServer) -> None:
     """5 pauses of 0.05 to 0.2 s: 0.35 to 0.85 s in all; nested six times that, 2.1 s at least."""

@@ -20,7 +20,6 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_a_client_goes_on_with_the_new_primary(group: Group) -> None:
     client, threads = connect(group.url), connect_sync(group.url)
     await client.set("before", "1")

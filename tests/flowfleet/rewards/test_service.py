@@ -64,7 +64,6 @@ def shown(response: ScoreResponse) -> list[float | str]:
     return [one.error if one.WhichOneof("outcome") == "error" else one.score for one in response.scores]
 
 
-@pytest.mark.anyio
 async def test_a_score_that_comes_later_is_pending_where_the_reward_says_that_it_may_wait() -> None:
     def people(sample: Sample) -> float:
         raise Pending(f"votes on {sample.prompt}")
@@ -122,7 +121,6 @@ def length(sample: Sample) -> float:
     return float(len(sample.text))
 
 
-@pytest.mark.anyio
 async def test_a_reward_of_texts_gets_the_text() -> None:
     media = ((b"four", "text/plain"), (b"\xff", "text/plain"), (PNG, "image/png"))
     sent = ScoreRequest(
@@ -137,7 +135,6 @@ async def test_a_reward_of_texts_gets_the_text() -> None:
     assert picture == "media_type 'image/png' is not read here: send text/plain"
 
 
-@pytest.mark.anyio
 async def test_a_text_has_no_frames_and_a_picture_no_text() -> None:
     text = RewardSample(sample_id="0", media=b"four", media_type="text/plain")
     response = await ask(ScoreRequest(samples=[text]), lambda sample: sample.frames.mean(), modalities=["text"])
@@ -147,7 +144,6 @@ async def test_a_text_has_no_frames_and_a_picture_no_text() -> None:
 
 
 @pytest.mark.parametrize("score", [moody, moody_later])
-@pytest.mark.anyio
 async def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) -> None:
     response = await ask(request(*MOODS), score, components=("mean",))
     assert shown(response) == OUTCOMES
@@ -155,7 +151,6 @@ async def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) 
     assert response.version == "2"
 
 
-@pytest.mark.anyio
 async def test_a_batch_function_gives_scores_and_errors() -> None:
     def score(samples: list[Sample]) -> list[Any]:
         return [ValueError("odd") if sample.prompt == "odd" else len(samples) for sample in samples]
@@ -163,7 +158,6 @@ async def test_a_batch_function_gives_scores_and_errors() -> None:
     assert shown(await ask(request("a", "odd", "b"), score, batch=True)) == [3.0, "odd", 3.0]
 
 
-@pytest.mark.anyio
 async def test_a_batch_that_fails_is_asked_sample_by_sample() -> None:
     def score(samples: Sequence[Sample]) -> list[float]:
         return [float(sample.prompt) for sample in samples]
@@ -177,7 +171,6 @@ async def test_a_batch_that_fails_is_asked_sample_by_sample() -> None:
     assert shown(await ask(request("aa", "ab"), lambda samples: [1.0], batch=True, needs_group=True)) == [short] * 2
 
 
-@pytest.mark.anyio
 async def test_groups_are_seen_whole_whatever_the_order() -> None:
     def rank(samples: list[Sample]) -> list[float]:
         assert len({sample.group_id for sample in samples}) == 1
@@ -192,7 +185,6 @@ class Settings(Params):
     name: str = "x"
 
 
-@pytest.mark.anyio
 async def test_params_reach_the_function_and_are_checked() -> None:
     assert shown(
         await ask(request("3", power="2"), lambda sample, params: float(sample.prompt) ** params.power, params=Settings)
@@ -205,7 +197,6 @@ async def test_params_reach_the_function_and_are_checked() -> None:
         read_params(None, {"x": "1"})
 
 
-@pytest.mark.anyio
 async def test_a_video_is_refused_unless_it_is_scored() -> None:
     sent = request("v")
     sent.samples[0].media, sent.samples[0].media_type = VIDEO, "video/mp4"
@@ -213,7 +204,6 @@ async def test_a_video_is_refused_unless_it_is_scored() -> None:
     assert shown(await ask(sent, lambda sample: len(sample.frames), modalities=("image", "video"))) == [5.0]
 
 
-@pytest.mark.anyio
 async def test_what_nobody_waits_for_is_not_scored() -> None:
     begun, gate, seen = threading.Event(), threading.Event(), list[str]()
 
@@ -238,7 +228,6 @@ async def test_what_nobody_waits_for_is_not_scored() -> None:
     assert seen == ["first", "last"]
 
 
-@pytest.mark.anyio
 async def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls fit together. A third fits only after they have gone; a call alone always fits."""
     monkeypatch.setattr("flowfleet.rewards.service.MAX_WAITING_BYTES", 2 * len(PNG))
@@ -286,7 +275,6 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], named: st
         serve(moody, **{"name": "mine", "version": "1", **settings})
 
 
-@pytest.mark.anyio
 async def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
     """The first call may load a model; a hang is found out while other threads continue."""
     hang_s = 0.2

@@ -92,7 +92,6 @@ def pair(seen: Collector, name: str) -> tuple[Seen, Seen]:
     return client, server
 
 
-@pytest.mark.anyio
 async def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
     async def run() -> None:
         tracer = started()
@@ -122,7 +121,6 @@ async def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> No
     assert (link.trace, link.span, link["samples"]) == (generated.trace, generated.span, "3/0 3/1")
 
 
-@pytest.mark.anyio
 async def test_failed_and_abandoned_calls_say_so(seen: Collector) -> None:
     tracer, servicer = started(), Services()
     servicer.refuses = True
@@ -173,7 +171,6 @@ def test_http_carries_spans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(span.name, span.trace) for span in seen.spans] == [("step", IDS.trace_hex)]
 
 
-@pytest.mark.anyio
 async def test_the_sampler_decides_for_a_whole_step(seen: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace is kept where the lower 64 bits of its id are below the ratio's share of their range."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")

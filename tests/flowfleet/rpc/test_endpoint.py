@@ -126,13 +126,11 @@ async def describe_error(error: Exception) -> grpc.aio.AioRpcError:
         (TimeoutError("took too long"), grpc.StatusCode.DEADLINE_EXCEEDED),
     ],
 )
-@pytest.mark.anyio
 async def test_exceptions_reach_the_caller_as_code_and_message(error: Exception, code: grpc.StatusCode) -> None:
     received = await describe_error(error)
     assert (received.code(), received.details()) == (code, str(error))
 
 
-@pytest.mark.anyio
 async def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "flowfleet.rpc.guard"):
         received = await describe_error(KeyError("secret-detail"))
@@ -141,14 +139,12 @@ async def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(cap
     assert "secret-detail" in caplog.text
 
 
-@pytest.mark.anyio
 async def test_a_long_message_is_cut_not_lost() -> None:
     received = await describe_error(ValueError("x" * 100_000))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert received.details() == "x" * rpc_guard.MAX_ERROR_BYTES
 
 
-@pytest.mark.anyio
 async def test_a_message_of_wide_characters_fits_into_a_status() -> None:
     received = await describe_error(ValueError("\u2603" * 100_000))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -160,7 +156,6 @@ GARBAGE = (b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64, b"\x0a\x02\xc3\x28")
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-@pytest.mark.anyio
 async def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
     token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,14 +223,12 @@ HEADERS, RST_STREAM = 1, 3
 
 
 @pytest.mark.parametrize("method", [f"/{REWARD}/Score", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"])
-@pytest.mark.anyio
 async def test_strangers_are_answered_before_their_message_has_come(method: str) -> None:
     """Else whoever reaches the port fills the memory with messages that never end."""
     async with running(PlainReward(), token="secret") as address:
         assert {HEADERS, RST_STREAM} <= await asyncio.to_thread(begin_call, address, method, 60 * 2**20)
 
 
-@pytest.mark.anyio
 async def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
     server = rpc.make_server(guarded=False)
     reward_pb2_grpc.add_RewardServiceServicer_to_server(PlainReward(), server)
@@ -249,7 +242,6 @@ async def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.anyio
 async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
     async def call() -> grpc.aio.AioRpcError:
         async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
@@ -293,7 +285,6 @@ def test_a_channel_leads_to_a_host_and_a_port_alone(address: str) -> None:
         rpc.open_channel(address)
 
 
-@pytest.mark.anyio
 async def test_a_handlers_own_abort_passes_through() -> None:
     class Aborting(reward_pb2_grpc.RewardServiceServicer):
         async def Describe(self, request: Any, context: Any) -> Any:
@@ -310,7 +301,6 @@ async def test_a_handlers_own_abort_passes_through() -> None:
     assert rpc.rpc_error_message(received) == "ALREADY_EXISTS: mine"
 
 
-@pytest.mark.anyio
 async def test_plain_functions_are_handlers_too() -> None:
     async with running(PlainReward()) as address, reward_stub(address) as stub:
         assert (await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)).name == "plain"
@@ -332,20 +322,17 @@ async def collect(servicer: Any, step: int = 0) -> tuple[int, grpc.StatusCode]:
         return received, await call.code()
 
 
-@pytest.mark.anyio
 async def test_streams_deliver_what_came_before_an_error() -> None:
     assert await collect(Rollout(3)) == (3, grpc.StatusCode.OK)
     assert await collect(Rollout(3, errors.Conflict("no"))) == (3, grpc.StatusCode.FAILED_PRECONDITION)
     assert await collect(Rollout(0, ValueError("no"))) == (0, grpc.StatusCode.INVALID_ARGUMENT)
 
 
-@pytest.mark.anyio
 async def test_streams_of_coroutines_that_write() -> None:
     assert await collect(WritingRollout()) == (2, grpc.StatusCode.OK)
     assert await collect(WritingRollout(), step=1) == (2, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-@pytest.mark.anyio
 async def test_unavailable_is_tried_four_times_and_nothing_else_is() -> None:
     async def attempts(error: Exception) -> int:
         servicer = Reward(raising(error))
@@ -360,7 +347,6 @@ async def test_unavailable_is_tried_four_times_and_nothing_else_is() -> None:
         assert await attempts(error) == 1
 
 
-@pytest.mark.anyio
 async def test_a_stream_is_retried_only_before_its_first_message() -> None:
     early = Rollout(0, errors.Unavailable("busy"))
     assert await collect(early) == (0, grpc.StatusCode.UNAVAILABLE)
@@ -370,7 +356,6 @@ async def test_a_stream_is_retried_only_before_its_first_message() -> None:
     assert late.calls == 1
 
 
-@pytest.mark.anyio
 async def test_a_large_request_is_retried_as_well() -> None:
     """gRPC's default retry buffer of 256 KiB would commit such a call to its first attempt."""
 
@@ -389,7 +374,6 @@ async def test_a_large_request_is_retried_as_well() -> None:
     assert await call() == 8 * 2**20
 
 
-@pytest.mark.anyio
 async def test_a_call_without_a_deadline_is_refused() -> None:
     servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
     async with running(servicer, rollout) as address, rpc.open_channel(address) as channel:
@@ -401,7 +385,6 @@ async def test_a_call_without_a_deadline_is_refused() -> None:
     assert servicer.calls == rollout.calls == 0
 
 
-@pytest.mark.anyio
 async def test_deadlines_end_calls() -> None:
     async def slow() -> reward_pb2.DescribeResponse:
         await asyncio.sleep(30)
@@ -416,7 +399,6 @@ async def test_deadlines_end_calls() -> None:
     assert await call() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-@pytest.mark.anyio
 async def test_a_message_over_the_limit_is_refused() -> None:
     async def call(size: int) -> grpc.StatusCode:
         request = reward_pb2.ScoreRequest(samples=[reward_pb2.RewardSample(media=bytes(size))])
@@ -430,7 +412,6 @@ async def test_a_message_over_the_limit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sent", [None, "wrong", "secre", "secret2"])
-@pytest.mark.anyio
 async def test_a_wrong_or_missing_token_is_refused(sent: str | None) -> None:
     servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
     async with (
@@ -451,7 +432,6 @@ async def test_a_wrong_or_missing_token_is_refused(sent: str | None) -> None:
     assert servicer.calls == rollout.calls == 0
 
 
-@pytest.mark.anyio
 async def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", "secret")
 
@@ -465,7 +445,6 @@ async def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> N
     assert await call() == 2
 
 
-@pytest.mark.anyio
 async def test_unknown_methods_are_unimplemented() -> None:
     async def call() -> grpc.StatusCode:
         async with running(Rollout(0)) as address, reward_stub(address) as stub:
@@ -476,14 +455,12 @@ async def test_unknown_methods_are_unimplemented() -> None:
     assert await call() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.anyio
 async def test_a_taken_port_is_an_error_not_a_shared_port() -> None:
     async with running(Rollout(0)) as address:
         with pytest.raises(errors.Unavailable, match="choose another"):
             rpc.listen(rpc.make_server(), "127.0.0.1", int(address.rsplit(":", 1)[1]))
 
 
-@pytest.mark.anyio
 async def test_a_call_survives_a_server_that_starts_late() -> None:
     """Connection refused is UNAVAILABLE: the retries bridge a restart of about a second."""
     with socket.socket() as probe:
@@ -539,7 +516,6 @@ def start(port_file: Path, *flags: str, **environment: str) -> subprocess.Popen[
     )
 
 
-@pytest.mark.anyio
 async def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     """The port file appears when it serves; SIGTERM lets the running call end, then exits 0."""
     port_file = tmp_path / "port"
@@ -567,7 +543,6 @@ async def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)
 
 
-@pytest.mark.anyio
 async def test_the_health_port_answers_kubelets_and_nothing_else(tmp_path: Path) -> None:
     """A call in flight holds the drain open: then it takes no more."""
     port_file = tmp_path / "port"

@@ -89,7 +89,6 @@ async def asked_with(token: str | None, address: str) -> dict[str, Code]:
         return await answers(channel)
 
 
-@pytest.mark.anyio
 async def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
     async with served() as address:
@@ -99,7 +98,6 @@ async def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.Monk
             assert await asked_with(stranger, address) == expected("stranger", Code.UNAUTHENTICATED), stranger
 
 
-@pytest.mark.anyio
 async def test_what_a_trainer_sees_of_its_controller_opens_no_other_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_TOKEN, TOKENS["controller"])
     tokens = {job: kinds.job_token(job) for job in ("a", "b")}
@@ -122,7 +120,6 @@ async def test_what_a_trainer_sees_of_its_controller_opens_no_other_trainer(monk
         rpc.make_server()
 
 
-@pytest.mark.anyio
 async def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept({"trainer": TOKENS["trainer"]}))
     async with served() as address:
@@ -130,14 +127,12 @@ async def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.Monke
         assert found == expected("stranger", Code.UNAUTHENTICATED)
 
 
-@pytest.mark.anyio
 async def test_one_token_for_a_whole_fleet_opens_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_TOKEN, "one for all")
     async with served() as address:
         assert await asked_with("one for all", address) == expected("controller", Code.OK)
 
 
-@pytest.mark.anyio
 async def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ca = Authority()
     folders = {kind: ca.issue(tmp_path / kind, "flowfleet", f"{kind}.flowfleet") for kind in kinds.KINDS}
@@ -157,7 +152,6 @@ async def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypat
     await scenario()
 
 
-@pytest.mark.anyio
 async def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout that stole the controller's token cannot train with it."""
     ca = Authority()

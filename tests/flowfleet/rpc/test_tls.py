@@ -111,7 +111,6 @@ async def between(
     return await scenario()
 
 
-@pytest.mark.anyio
 async def test_certificates_of_one_ca_let_in_and_the_token_stays_required(
     tmp_path: Path, ca: Authority, sides: Sides
 ) -> None:
@@ -125,27 +124,23 @@ async def test_certificates_of_one_ca_let_in_and_the_token_stays_required(
             assert (code, "FLOWFLEET_RPC_TOKEN" in message) == (Code.UNAUTHENTICATED, True)
 
 
-@pytest.mark.anyio
 async def test_a_plain_client_is_told_to_speak_tls(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     code, message = await between(sides, ca.issue(tmp_path / "server"), None)
     assert (code, message) == (Code.UNAVAILABLE, "ADDRESS speaks TLS: set FLOWFLEET_TLS_DIR")
 
 
-@pytest.mark.anyio
 async def test_a_client_is_told_of_a_plain_server(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     code, message = await between(sides, None, ca.issue(tmp_path / "client"))
     assert code is Code.UNAVAILABLE
     assert message == "ADDRESS speaks no TLS: set FLOWFLEET_TLS_DIR for that service as well"
 
 
-@pytest.mark.anyio
 async def test_a_server_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     code, message = await between(sides, Authority().issue(tmp_path / "server"), ca.issue(tmp_path / "client"))
     assert code is Code.UNAVAILABLE
     assert message == "the certificate of ADDRESS is refused: unable to get local issuer certificate"
 
 
-@pytest.mark.anyio
 async def test_a_client_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     """It trusts the server, so only the server can refuse; its own files do not fit each other."""
     other = Authority()
@@ -156,7 +151,6 @@ async def test_a_client_of_another_ca_is_refused(tmp_path: Path, ca: Authority, 
     assert message == f"ADDRESS refuses the certificate in {client}: both must come from one CA and be valid"
 
 
-@pytest.mark.anyio
 async def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     async def scenario() -> grpc.StatusCode:
         sides.be(ca.issue(tmp_path / "server"))
@@ -170,7 +164,6 @@ async def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Aut
     assert await scenario() is Code.UNAVAILABLE
 
 
-@pytest.mark.anyio
 async def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     async def scenario() -> tuple[grpc.StatusCode, str]:
         sides.be(ca.issue(tmp_path / "server", "elsewhere"), name="elsewhere")
@@ -186,7 +179,6 @@ async def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.anyio
 async def test_a_client_of_another_name_is_refused_by_the_fleet_and_not_by_what_others_call(
     guarded: bool, tmp_path: Path, ca: Authority, sides: Sides
 ) -> None:
@@ -205,7 +197,6 @@ async def test_a_client_of_another_name_is_refused_by_the_fleet_and_not_by_what_
     await scenario()
 
 
-@pytest.mark.anyio
 async def test_what_is_not_guarded_takes_no_token_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWFLEET_RPC_TOKEN", raising=False)
     with pytest.raises(ValueError, match="FLOWFLEET_RPC_TOKEN"):
@@ -259,7 +250,6 @@ def test_a_certificate_without_the_name_is_told(tmp_path: Path, ca: Authority) -
 # -- renewal ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_new_certificates_are_taken_while_calls_go_on(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     """The CA changes as well: what was connected ends its stream, what comes after speaks by the new CA alone."""
     server, client = ca.issue(tmp_path / "server"), ca.issue(tmp_path / "client")
@@ -285,7 +275,6 @@ async def test_new_certificates_are_taken_while_calls_go_on(tmp_path: Path, ca: 
                 assert (await refusal(old))[0] is Code.UNAVAILABLE
 
 
-@pytest.mark.anyio
 async def test_new_files_that_cannot_work_are_not_used(
     tmp_path: Path, ca: Authority, sides: Sides, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,6 @@ from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, from_epoch
 from tests.services.controller.conftest import Api, IdleRunner, serve
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

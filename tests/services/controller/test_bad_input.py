@@ -15,7 +15,6 @@ import pytest
 from services.controller.api.body import MAX_BYTES
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

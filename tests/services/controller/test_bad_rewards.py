@@ -185,13 +185,11 @@ INTERNAL, INVALID = grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT
     ],
     ids=["nobody", "http 500", "other service", "json", "newer", "500", "refused", "huge"],
 )
-@pytest.mark.anyio
 async def test_a_service_that_fails_as_a_whole_is_told_in_words(server: Server, words: str) -> None:
     said = await said_of(server)
     assert re.search(words, said), said
 
 
-@pytest.mark.anyio
 async def test_one_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     said = await said_of(serving(Silent()), deadline_s=1.5)
     assert re.search(PLACE + r"gave no answer in 1\.5 s: make it faster, or raise timeouts\.score_s", said), said
@@ -200,7 +198,6 @@ async def test_one_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monk
     assert re.search(PLACE + r"did not answer Describe: .*its address \(the controller's --reward", said), said
 
 
-@pytest.mark.anyio
 async def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Authority().issue(tmp_path / "tls")
     said = await said_of(serving(Beauty(), folder))
@@ -210,7 +207,6 @@ async def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: 
     assert re.search(r"speaks no TLS: set FLOWFLEET_TLS_DIR for that service as well", said), said
 
 
-@pytest.mark.anyio
 async def test_a_certificate_of_another_ca_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "ours")))
     said = await said_of(serving(Beauty(), Authority().issue(tmp_path / "theirs")))
@@ -237,7 +233,6 @@ def renamed(scores: list[RewardScore]) -> list[RewardScore]:
     ],
     ids=["nan", "none", "renamed", "twice", "empty", "out of range"],
 )
-@pytest.mark.anyio
 async def test_rubbish_for_all_is_the_services_failure(
     change: Callable[[list[RewardScore]], list[RewardScore]], words: str
 ) -> None:
@@ -257,7 +252,6 @@ async def test_rubbish_for_all_is_the_services_failure(
     ],
     ids=["nan", "missing", "twice", "error"],
 )
-@pytest.mark.anyio
 async def test_rubbish_for_one_costs_that_sample_alone(
     change: Callable[[list[RewardScore]], list[RewardScore]], fault: str
 ) -> None:

@@ -27,7 +27,6 @@ async def broken() -> None:
     raise ValueError("broken")
 
 
-@pytest.mark.anyio
 async def test_a_lost_cancellation_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
     tasks = [asyncio.create_task(part()) for part in (stubborn, broken, stubborn)]
@@ -37,14 +36,12 @@ async def test_a_lost_cancellation_is_sent_again(monkeypatch: pytest.MonkeyPatch
     await end([])
 
 
-@pytest.mark.anyio
 async def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
     with pytest.raises(ValueError, match="broken"):
         await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
 
 
-@pytest.mark.anyio
 async def test_children_started_while_others_end_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that loses a cancellation continues for a moment, and starts a job."""
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
@@ -80,7 +77,6 @@ def alive(name: str) -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == name]
 
 
-@pytest.mark.anyio
 async def test_children_that_lose_a_cancellation_end_with_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three generations, of which the youngest does not hear the first cancellation; none is left behind."""
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
@@ -95,7 +91,6 @@ async def test_children_that_lose_a_cancellation_end_with_their_parents(monkeypa
     assert alive("stubborn") == []
 
 
-@pytest.mark.anyio
 async def test_a_child_that_fails_ends_the_others_and_one_that_returns_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,7 +111,6 @@ async def test_a_child_that_fails_ends_the_others_and_one_that_returns_does_not(
     assert finished == ["long"]
 
 
-@pytest.mark.anyio
 async def test_children_may_start_children_and_one_that_is_cancelled_is_no_failure() -> None:
     children, started = Children(), list[asyncio.Task[None]]()
 
@@ -130,7 +124,6 @@ async def test_children_may_start_children_and_one_that_is_cancelled_is_no_failu
     assert [task.cancelled() for task in started] == [True]
 
 
-@pytest.mark.anyio
 async def test_ending_is_finished_though_its_caller_is_cancelled_and_then_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,7 +139,6 @@ async def test_ending_is_finished_though_its_caller_is_cancelled_and_then_says_s
     assert ending.cancelled()
 
 
-@pytest.mark.anyio
 async def test_a_budget_admits_in_order_what_fits() -> None:
     budget, running, gates = Budget(10), list[str](), {name: asyncio.Event() for name in "abcdef"}
 
@@ -179,7 +171,6 @@ async def test_a_budget_admits_in_order_what_fits() -> None:
     await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 5)
 
 
-@pytest.mark.anyio
 async def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
     budget = Budget(1)
     async with budget.take(1):
@@ -191,7 +182,6 @@ async def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
         pass
 
 
-@pytest.mark.anyio
 async def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred changes at once cost each waiter one look; the one that fails fails alone."""
     monkeypatch.setattr(Changes, "LOOK_S", 0.01)

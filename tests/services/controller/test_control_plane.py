@@ -74,7 +74,6 @@ def places(request: trainer_pb2.TrainStepRequest) -> list[tuple[int, int, int, f
     return [(s.sample.id.group, s.sample.id.index, s.pair, s.advantage) for s in request.samples]
 
 
-@pytest.mark.anyio
 async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
     """Each reward's advantages are normalized before the sum: the large one does not drown the small one."""
     settings = job(
@@ -101,7 +100,6 @@ async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: 
     await run(use, small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample)))
 
 
-@pytest.mark.anyio
 async def test_an_average_is_validated_and_never_sampled_with(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -121,7 +119,6 @@ async def test_an_average_is_validated_and_never_sampled_with(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Training data are not read, groups are whole, so a reward of groups scores them, and nothing is trained."""
     held_out = tmp_path / "held-out.txt"
@@ -158,7 +155,6 @@ SAMPLING_FLOWS = [
 ]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", SAMPLING_FLOWS)
 async def test_every_algorithm_runs_to_its_end(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, name: str
@@ -185,7 +181,6 @@ async def test_every_algorithm_runs_to_its_end(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
@@ -211,7 +206,6 @@ async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
     await run(use, ocr=ScriptedReward(same_in_step_0))
 
 
-@pytest.mark.anyio
 async def test_given_preferences_are_encoded_never_scored(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -252,7 +246,6 @@ async def test_given_preferences_are_encoded_never_scored(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_condition_images_go_along_and_are_stored_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -281,7 +274,6 @@ async def test_condition_images_go_along_and_are_stored_once(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_preference_whose_file_is_gone_costs_its_own_group(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +305,6 @@ async def test_a_preference_whose_file_is_gone_costs_its_own_group(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +348,6 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,7 +370,6 @@ async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("parts", "training", "validation"),
     [
@@ -418,7 +407,6 @@ async def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_each_step_and_each_validation_is_told_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -445,7 +433,6 @@ async def test_each_step_and_each_validation_is_told_once(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_gradients_that_a_trainer_kept_go_with_the_job(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +455,6 @@ async def test_gradients_that_a_trainer_kept_go_with_the_job(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_videos_go_to_rewards_that_score_videos(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -497,7 +483,6 @@ async def test_videos_go_to_rewards_that_score_videos(
     await run(use, motion=video, ocr=ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_IMAGE]))
 
 
-@pytest.mark.anyio
 async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,7 +502,6 @@ async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,7 +524,6 @@ async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("action", ["resume", "cancel"])
 async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
     run: Run, job: Callable[..., dict[str, Any]], action: Action
@@ -569,7 +552,6 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
 
@@ -583,7 +565,6 @@ async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[.
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_deterministic_job_pauses_while_several_devices_share_its_samples(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
@@ -602,7 +583,6 @@ async def test_a_deterministic_job_pauses_while_several_devices_share_its_sample
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("hacks", [True, False])
 async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, hacks: bool
@@ -638,7 +618,6 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
     await run(use, ocr=ScriptedReward(by_index), people=ScriptedReward(liked))
 
 
-@pytest.mark.anyio
 async def test_a_job_pauses_when_its_held_out_reward_falls(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -673,7 +652,6 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(
     await run(use, ocr=ScriptedReward(broken_once))
 
 
-@pytest.mark.anyio
 async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -696,7 +674,6 @@ async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
     await run(use, ocr=ScriptedReward(by_index), judge=ScriptedReward(lambda sample: 0.5))
 
 
-@pytest.mark.anyio
 async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
@@ -730,7 +707,6 @@ class SlowReward(ScriptedReward):
             self.num_here -= len(request.samples)
 
 
-@pytest.mark.anyio
 async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

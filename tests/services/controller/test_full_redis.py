@@ -26,7 +26,6 @@ from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 NOTHING_FITS = Keep(refuse_above=1e-9, pause_above=1e-9)
 LITTLE_ROOM = Keep(refuse_above=1e-9)

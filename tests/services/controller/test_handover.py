@@ -28,7 +28,6 @@ from tests.forks import start
 from tests.services.controller.scripted import ScriptedReward, ScriptedRollout, ScriptedTrainer
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 STEPS, PROMPTS, GROUP = 40, 2, 4
 
 

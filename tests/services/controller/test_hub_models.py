@@ -14,7 +14,6 @@ from tests.hub_models import NEW, OLD, Site, served
 from tests.services.controller.conftest import Api
 
 pytest.importorskip("huggingface_hub")
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

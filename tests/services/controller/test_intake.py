@@ -44,7 +44,6 @@ def forged(sample: common_pb2.Sample) -> list[tuple[common_pb2.Sample, str]]:
     return found
 
 
-@pytest.mark.anyio
 async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothing(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +73,6 @@ async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothin
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
@@ -109,7 +107,6 @@ async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_st
     await run(use, ocr=WaitingReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

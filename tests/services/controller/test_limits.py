@@ -36,14 +36,12 @@ def test_a_job_with_too_many_samples_is_refused_by_the_settings_to_change() -> N
     assert problem.endswith("raise --limit open_samples")
 
 
-@pytest.mark.anyio
 async def test_the_check_of_a_submit_knows_the_limits() -> None:
     with pytest.raises(InvalidJob) as refused:
         await check(job(), StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(samples_per_step=23))
     assert refused.value.problems[0].startswith("rollout.prompts_per_step x ")
 
 
-@pytest.mark.anyio
 async def test_pools_share_the_limit_and_jobs_of_one_pool_do_not_add_up(redis_url: str) -> None:
     redis = connect(redis_url)
     limits, store = Limits(open_samples=60), Store(redis)
@@ -80,7 +78,6 @@ def test_timeouts_and_weights_that_make_no_sense_are_refused(parts: dict[str, An
         job(**parts)
 
 
-@pytest.mark.anyio
 async def test_trainers_are_limited_too_for_each_pool_starts_one(redis_url: str) -> None:
     redis = connect(redis_url)
     limits, store = Limits(ranks=4), Store(redis)

@@ -96,7 +96,6 @@ def test_the_best_need_what_can_be_compared(
         parse_job(settings)
 
 
-@pytest.mark.anyio
 async def test_the_best_stay_and_the_card_tells_the_training(
     run: Callable[..., Awaitable[None]], job: Callable[..., Any]
 ) -> None:
@@ -139,7 +138,6 @@ async def ended(fleet: ScriptedFleet, job_id: str) -> JobRecord:
     return await fleet.reached(job_id, lambda now: now.status.terminal)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("is_paused", [False, True])
 async def test_a_job_is_finished_with_all_that_its_end_brings(
     run: Callable[..., Awaitable[None]], job: Callable[..., Any], is_paused: bool
@@ -168,7 +166,6 @@ async def test_a_job_is_finished_with_all_that_its_end_brings(
     await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
 
-@pytest.mark.anyio
 async def test_a_job_is_extended_and_what_cannot_be_is_refused(
     run: Callable[..., Awaitable[None]], job: Callable[..., Any]
 ) -> None:
@@ -186,7 +183,6 @@ async def test_a_job_is_extended_and_what_cannot_be_is_refused(
     await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
 
-@pytest.mark.anyio
 async def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
     run: Callable[..., Awaitable[None]], job: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from pydantic import SecretStr
 
 from flowfleet.redis.server import RedisServer
@@ -16,7 +15,6 @@ from services.controller.api.keys import ANYONE
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import serve
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

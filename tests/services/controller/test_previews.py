@@ -37,7 +37,6 @@ def requests_of(fleet: ScriptedFleet, purpose: int) -> list[Any]:
     return [request for request in fleet.rollout.requests if request.purpose == purpose]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo", "online_dpo"])
 async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str) -> None:
     settings = job(algorithm={"name": algorithm}, rewards={"ocr": {}}, rollout=PREVIEW)
@@ -63,7 +62,6 @@ async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algori
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run, job: Job) -> None:
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
     refusing: list[ScriptedFleet] = []
@@ -91,7 +89,6 @@ async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run
     await run(use, ocr=ScriptedReward(score))
 
 
-@pytest.mark.anyio
 async def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Run, job: Job) -> None:
     """Previews are kept in memory and asked for once while the reward fails. A restart begins again."""
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
@@ -114,7 +111,6 @@ async def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Ru
     await run(use, ocr=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_a_preview_that_a_gate_masks_is_dropped_by_its_own_reason(run: Run, job: Job) -> None:
     gate = {"below": 0.1, "action": "mask"}  # index 0
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {"gate": gate}}, rollout=PREVIEW)
@@ -154,7 +150,6 @@ def test_a_group_is_chosen_from_once() -> None:
     assert not is_due(samples, 2)
 
 
-@pytest.mark.anyio
 async def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
     """Replicas hold copies, and all other requests ask for the weights as they are; noise is that of the samples."""
     preview = {"keep": 2, "quantization": "fp8"}

@@ -19,7 +19,7 @@ from tests.flowfleet.sentinels import Group
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 from tests.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
+pytestmark = pytest.mark.long
 STEPS = 200
 
 

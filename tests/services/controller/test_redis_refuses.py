@@ -21,7 +21,6 @@ from tests.services.controller.conftest import Api
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 Trouble = Callable[[Redis, Path], Awaitable[None]]
 

@@ -55,7 +55,6 @@ async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
     return (await fleet.store.samples.page(job_id, purpose="train", limit=50))[0]
 
 
-@pytest.mark.anyio
 async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
@@ -78,7 +77,6 @@ async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., 
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         fleet.rewards["quality"].fails_after = 0
@@ -98,7 +96,6 @@ async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -
     await run(use, quality={"on_failure": "skip"})
 
 
-@pytest.mark.anyio
 async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., Awaitable[None]]) -> None:
     def no_third_prompt(sample: Any) -> float:
         if sample.sample_id.endswith("/2/0"):  # training has two groups, so it is held out
@@ -122,7 +119,6 @@ async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
     run: Callable[..., Awaitable[None]],
 ) -> None:
@@ -149,7 +145,6 @@ async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
     await run(use, quality={"on_failure": "drop"})
 
 
-@pytest.mark.anyio
 async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         record = await fleet.submit(job)
@@ -167,7 +162,6 @@ async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[Non
     await run(use, quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}})
 
 
-@pytest.mark.anyio
 async def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         record = await fleet.run(job)
@@ -183,7 +177,6 @@ async def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., Aw
     await run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
 
 
-@pytest.mark.anyio
 async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]

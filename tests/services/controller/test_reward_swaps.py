@@ -64,7 +64,6 @@ async def versions(fleet: ScriptedFleet, job_id: str) -> dict[int, set[str]]:
     return {step: {sample.versions["ocr"] for sample in samples if sample.step == step} for step in range(STEPS)}
 
 
-@pytest.mark.anyio
 async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) -> None:
     first = HeldReward(by_index, 1, 3, name="ocr", version="1")
     second = ScriptedReward(lambda sample: 1.0 - by_index(sample), name="ocr", version="2")
@@ -104,7 +103,6 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
     await run(use, first=first, second=second)
 
 
-@pytest.mark.anyio
 async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path: Path) -> None:
     """A lower weight makes all later totals lower; they are compared with each other alone."""
     ocr = HeldReward(lambda sample: by_index(sample) / 10 + int(sample.sample_id.split("/")[2]) % 2, 1)
@@ -125,7 +123,6 @@ async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path:
     await run(use, ocr=ocr)
 
 
-@pytest.mark.anyio
 async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run: Run, job: Any, tmp_path: Path) -> None:
     first, second = HeldReward(by_index, 1), ScriptedReward(by_index)
     judge = {"service": "judge", "weight": 0.0, "held_out_only": True}
@@ -148,7 +145,6 @@ async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run:
     await run(use, first=first, second=second, judge=ScriptedReward(by_index))
 
 
-@pytest.mark.anyio
 async def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> None:
     """The trainer's totals of each step are of the rewards of that step."""
     first = HeldReward(by_index, 1)
@@ -177,7 +173,6 @@ class PickyReward(ScriptedReward):
         return await super().Score(request, context)
 
 
-@pytest.mark.anyio
 async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: Any) -> None:
     """They reach the step that is open, for nothing of it is scored; no step is lost, and none is done twice."""
     first = HeldReward(by_index, 1)
@@ -240,7 +235,6 @@ class WholeGroups(ScriptedReward):
         return answer
 
 
-@pytest.mark.anyio
 async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, job: Any) -> None:
     """A sample that it refuses is not made again, and held-out samples are not sent to it."""
     grouped = WholeGroups()
@@ -261,7 +255,6 @@ async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, jo
     assert set(grouped.calls) == {4}
 
 
-@pytest.mark.anyio
 async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
     run: Run, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +288,6 @@ async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
     await run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["stuck", "broken"])
 async def test_nobody_waits_for_a_shadow(
     run: Run,

@@ -220,7 +220,6 @@ async def leading(redis: Any) -> Lease:
     return lease
 
 
-@pytest.mark.anyio
 async def test_a_driver_ends_when_redis_lost_what_it_wrote(redis: Any) -> None:
     lease, spec = await leading(redis), make_spec()
     ledger = Ledger(redis, lease, "j")
@@ -242,7 +241,6 @@ async def test_a_driver_ends_when_redis_lost_what_it_wrote(redis: Any) -> None:
     assert (await Ledger(redis, lease, "j").restore(spec)).state.status is Status.CANCELLED
 
 
-@pytest.mark.anyio
 async def test_a_write_whose_answer_was_lost_is_made_once(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = await leading(redis)
     ledger = Ledger(redis, lease, "j")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis import keys
@@ -73,7 +72,6 @@ def run(address: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.anyio
 async def test_the_server_does_what_its_page_says(redis_url: str, tmp_path: Path, job: Job) -> None:
     with controller(IDLE, redis_url, tmp_path, FLOWFLEET_API_KEY=KEY) as (process, address):
         headers = {"X-API-Key": KEY}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flowfleet.api.jobs import JobStatus
 from flowfleet.proto import reward_pb2
@@ -20,7 +19,6 @@ def place_of(sample: reward_pb2.RewardSample) -> float:
     return int(sample.sample_id.rpartition("/")[2]) / 4
 
 
-@pytest.mark.anyio
 async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path: Path) -> None:
     for name in ("signs", "scenes"):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {k}\n" for k in range(5)))

@@ -21,7 +21,6 @@ def test_an_address_is_a_url_with_a_place_for_the_id(url: str) -> None:
         ControllerSettings.from_command_line([], {**REDIS, "FLOWFLEET_TRACE_URL": url})
 
 
-@pytest.mark.anyio
 async def test_a_job_leads_to_the_trace_of_each_of_its_steps(settings: ControllerSettings, job: Job) -> None:
     ui = "https://jaeger.example.com/trace/{trace_id}"
     async with serve(settings.model_copy(update={"trace_url": ui})) as api:
@@ -33,7 +32,6 @@ async def test_a_job_leads_to_the_trace_of_each_of_its_steps(settings: Controlle
         assert (answer.status_code, answer.headers["location"]) == (307, ui.replace("{trace_id}", trace_id))
 
 
-@pytest.mark.anyio
 async def test_without_an_address_there_is_no_way(settings: ControllerSettings, job: Job) -> None:
     async with serve(settings) as api:
         submitted = await api.submit(job())

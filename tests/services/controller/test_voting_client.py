@@ -26,8 +26,6 @@ from services.controller.votes import pairing
 from tests.services.controller.api.routes.test_votes import running
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
-
 
 def client_of(api: Api) -> AsyncClient:
     return AsyncClient("http://127.0.0.1:8080", transport=httpx.ASGITransport(api.app))

@@ -121,7 +121,6 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"flowfleet_reward_{name}", {"scorer": "asking", **labels})
 
 
-@pytest.mark.anyio
 async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
     scorer = Asking()
 
@@ -142,7 +141,6 @@ async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
     assert value(registry, "in_flight_samples") == 0
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     scorer = Asking()
 
@@ -166,7 +164,6 @@ TWO_BYTES = sum(EncodedSample.of(sample).num_bytes for sample in numbers("1", "2
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])
-@pytest.mark.anyio
 async def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
     scorer = Asking()
 
@@ -184,7 +181,6 @@ async def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
     await serve(scorer, scenario, limits)
 
 
-@pytest.mark.anyio
 async def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
     scorer = Asking()
 
@@ -206,7 +202,6 @@ async def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
     assert value(registry, "errors_total", reason="media_type") == 1
 
 
-@pytest.mark.anyio
 async def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() -> None:
     async def scenario(stub: RewardServiceAsyncStub) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -220,7 +215,6 @@ async def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() ->
     await serve(Asking(), scenario)
 
 
-@pytest.mark.anyio
 async def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> None:
     scorer = Asking()
     engine = Direct(scorer, Limits(), RewardMetrics("asking", (0.0, 1.0), CollectorRegistry()))
@@ -238,7 +232,6 @@ async def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> 
     assert scorer.ended == ["scored", "closed"]
 
 
-@pytest.mark.anyio
 async def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call() -> None:
     scorer = Counting()
 

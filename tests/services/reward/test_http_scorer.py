@@ -84,7 +84,6 @@ async def by_index(asked: Asked) -> bytes:
     return json.dumps({"scores": [int(text.split('"')[1]) / 10 for text in asked.json["prompts"]]}).encode()
 
 
-@pytest.mark.anyio
 async def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         outcomes = await scorer.score(samples(7), (("style", "plain"),))
@@ -122,7 +121,6 @@ def test_the_shapes_of_others(shape: str, fields: set[str], answer: dict[str, An
     assert SHAPES[shape].outcomes(answer, 2, ()) == [Score(0.5), Score(1.0)]
 
 
-@pytest.mark.anyio
 async def test_the_single_shape_asks_sample_by_sample() -> None:
     async def answer(asked: Asked) -> bytes:
         body = asked.json
@@ -133,13 +131,11 @@ async def test_the_single_shape_asks_sample_by_sample() -> None:
     assert outcomes == [Score(float(index), {"sharpness": 0.5}) for index in range(3)]
 
 
-@pytest.mark.anyio
 async def test_named_columns_become_components() -> None:
     outcomes = await ask(giving(scores=[1, 2], strict=[0, 1], other="x"), 2, components=["strict", "absent"])
     assert outcomes == [Score(1.0, {"strict": 0.0}), Score(2.0, {"strict": 1.0})]
 
 
-@pytest.mark.anyio
 async def test_no_more_requests_than_settings_concurrency_over_kept_connections() -> None:
     async def answer(asked: Asked) -> bytes:
         await asyncio.sleep(0.02)
@@ -154,7 +150,6 @@ async def test_no_more_requests_than_settings_concurrency_over_kept_connections(
     await run(answer, scenario, batch_size=1, concurrency=3)
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_call_leaves_the_server() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         call = asyncio.create_task(scorer.score(samples(3), ()))
@@ -171,7 +166,6 @@ async def test_a_cancelled_call_leaves_the_server() -> None:
     await run(never, scenario, batch_size=1, concurrency=3)
 
 
-@pytest.mark.anyio
 async def test_what_fails_for_now_is_asked_again() -> None:
     failures = iter([503, 500, 429])
 
@@ -182,7 +176,6 @@ async def test_what_fails_for_now_is_asked_again() -> None:
     assert await ask(answer) == [Score(0.0), Score(0.1), Score(0.2)]
 
 
-@pytest.mark.anyio
 async def test_retries_are_bounded_by_their_budget() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         calls = await asyncio.gather(*(scorer.score(samples(1), ()) for _ in range(40)), return_exceptions=True)
@@ -192,7 +185,6 @@ async def test_retries_are_bounded_by_their_budget() -> None:
     await run(said((500, b"")), scenario, retries=20, retry_ratio=0.1)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -220,7 +212,6 @@ async def test_a_server_that_is_of_no_use_makes_the_call_unavailable(answer: Ans
 OUT_OF_TIME = "had not answered after 0.3 s: raise settings.timeout_s, or lower settings.concurrency"
 
 
-@pytest.mark.anyio
 async def test_a_silent_server_runs_out_of_time() -> None:
     async def silent(asked: Asked) -> bytes:
         await asyncio.sleep(2)
@@ -229,7 +220,6 @@ async def test_a_silent_server_runs_out_of_time() -> None:
     assert OUT_OF_TIME in await complaint(silent, timeout_s=0.3, retries=0)
 
 
-@pytest.mark.anyio
 async def test_a_slow_loris_runs_out_of_time() -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
@@ -247,7 +237,6 @@ async def test_a_slow_loris_runs_out_of_time() -> None:
     server.close()
 
 
-@pytest.mark.anyio
 async def test_one_bad_number_is_the_problem_of_its_sample() -> None:
     outcomes = await ask(said(b'{"scores": [0.5, "0.7", null]}'))
     assert outcomes[0] == Score(0.5)
@@ -258,7 +247,6 @@ async def test_one_bad_number_is_the_problem_of_its_sample() -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_a_request_that_is_refused_beside_one_that_is_not_costs_its_own_samples() -> None:
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
         return (400, b"no") if '"1"' in asked.json["prompts"][0] else await by_index(asked)
@@ -270,7 +258,6 @@ async def test_a_request_that_is_refused_beside_one_that_is_not_costs_its_own_sa
     assert "answered status 400: check settings.shape" in outcomes[1].message
 
 
-@pytest.mark.anyio
 async def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_try_asks_only_that() -> None:
     down = True
 
@@ -292,7 +279,6 @@ async def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_tr
     await run(answer, scenario, batch_size=1, retries=0)
 
 
-@pytest.mark.anyio
 async def test_nobody_at_the_address() -> None:
     scorer = http_scorer.make("http", {"url": "http://127.0.0.1:1/", "retries": 1, "pause_s": 0.01}, 1)
     await scorer.start()
@@ -301,7 +287,6 @@ async def test_nobody_at_the_address() -> None:
     await scorer.close()
 
 
-@pytest.mark.anyio
 async def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
     authority = trustme.CA()
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -319,7 +304,6 @@ async def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
         await run(by_index, scenario, "https", retries=0)
 
 
-@pytest.mark.anyio
 async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> str:
         await scorer.score(samples(1), ())

@@ -123,7 +123,6 @@ def group(request: httpx.Request, votes: list[Vote], complete: bool) -> httpx.Re
     return httpx.Response(200, json=body)
 
 
-@pytest.mark.anyio
 async def test_groups_of_one_call_are_asked_for_apart_and_one_may_wait() -> None:
     asked: list[Any] = []
 
@@ -152,7 +151,6 @@ async def test_groups_of_one_call_are_asked_for_apart_and_one_may_wait() -> None
     assert (body["prompt"], body["wanted"], [each["index"] for each in body["samples"]]) == ("a sign", 3, [0, 1, 2])
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [(404, Pending), (409, Problem), (401, Unavailable), (403, Unavailable), (500, Unavailable)],
@@ -168,7 +166,6 @@ async def test_what_a_refusal_means(status: int, outcome: Any) -> None:
         assert "because" in found[0].message  # type: ignore[union-attr]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("job", ["check", "a/b", "job ü", "../../x"])
 async def test_samples_of_no_job_wait_without_a_question(job: str) -> None:
     def answer(request: httpx.Request) -> httpx.Response:

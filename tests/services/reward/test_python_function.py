@@ -230,7 +230,6 @@ def messages(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.message for outcome in outcomes if isinstance(outcome, Problem)]
 
 
-@pytest.mark.anyio
 async def test_as_a_service_it_has_a_process_of_its_own_and_logs_what_is_printed(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "python.toml"
     file.write_text(f'function = "my_reward_functions:one"\npath = "{folder}"\nname = "changed"\n')

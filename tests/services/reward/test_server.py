@@ -79,7 +79,6 @@ async def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRe
     return registry
 
 
-@pytest.mark.anyio
 async def test_non_finite_scores_never_leave() -> None:
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
         response = await stub.Score(ScoreRequest(samples=numbers("0.5", "nan", "-inf", "2")), timeout=10)
@@ -91,7 +90,6 @@ async def test_non_finite_scores_never_leave() -> None:
     assert registry.get_sample_value("flowfleet_reward_errors_total", labels) == 2
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_call_is_never_scored() -> None:
     scorer = Echo()
 
@@ -112,7 +110,6 @@ async def test_a_cancelled_call_is_never_scored() -> None:
     assert registry.get_sample_value("flowfleet_reward_requests_total", labels) == 1
 
 
-@pytest.mark.anyio
 async def test_a_call_past_its_deadline_is_never_scored() -> None:
     scorer = Echo()
 
@@ -131,7 +128,6 @@ async def test_a_call_past_its_deadline_is_never_scored() -> None:
     assert scorer.seen == ["1"]
 
 
-@pytest.mark.anyio
 async def test_too_much_at_a_time_is_resource_exhausted() -> None:
     scorer = Echo()
 
@@ -151,7 +147,6 @@ async def test_too_much_at_a_time_is_resource_exhausted() -> None:
     await serve(scorer, Limits(max_queued=2), scenario)
 
 
-@pytest.mark.anyio
 async def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
     scorer = Echo()
 

@@ -63,7 +63,6 @@ async def refusal(service: ServiceProcess, samples: Sequence[RewardSample], **pa
     return caught.value
 
 
-@pytest.mark.anyio
 async def test_describe_tells_the_truth(ocr_process: ServiceProcess) -> None:
     answer: DescribeResponse = await ask(ocr_process.address, lambda stub: stub.Describe(DescribeRequest(), timeout=5))
     assert (answer.name, answer.score_min, answer.score_max) == ("ocr", 0.0, 1.0)
@@ -74,7 +73,6 @@ async def test_describe_tells_the_truth(ocr_process: ServiceProcess) -> None:
     assert set(given.components) == set(answer.components) - {"lines"}  # which a page alone has
 
 
-@pytest.mark.anyio
 async def test_health_is_serving(ocr_process: ServiceProcess) -> None:
     async def check() -> int:
         async with open_channel(ocr_process.address) as channel:
@@ -85,7 +83,6 @@ async def test_health_is_serving(ocr_process: ServiceProcess) -> None:
     assert await check() == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.anyio
 async def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:
     """Expected scores follow from the words alone: 1 − distance / length."""
     samples = [sign_sample("third", "WXYZ", "WXYB"), sign_sample("first", "WXYZ"), sign_sample("2nd", "WXYZ", "3333")]
@@ -94,7 +91,6 @@ async def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:
     assert all(math.isfinite(value) for given in scores.values() for value in given.components.values())
 
 
-@pytest.mark.anyio
 async def test_each_score_tells_the_size_of_the_file_that_was_scored(ocr_process: ServiceProcess) -> None:
     """The size lets the controller detect scores exchanged between batcher, processes and answer."""
     asked = [sign_sample(str(number), "WXYZ"[: number + 1]) for number in range(4)]
@@ -103,14 +99,12 @@ async def test_each_score_tells_the_size_of_the_file_that_was_scored(ocr_process
     assert len(set(told.values())) == len(asked)
 
 
-@pytest.mark.anyio
 async def test_unicode_ids_prompts_and_metadata_pass(ocr_process: ServiceProcess) -> None:
     subject = sample("job/1/グループ/🎨", sign("AB3"), 'Ein grünes Schild „sagt“ "ab3" 看板 🎨')
     subject.metadata["ключ"] = "значение"
     assert (await score(ocr_process, [subject]))["job/1/グループ/🎨"].score == 1.0
 
 
-@pytest.mark.anyio
 async def test_bad_samples_get_their_own_error(ocr_process: ServiceProcess) -> None:
     samples = [
         sign_sample("good", "AB3"),
@@ -137,7 +131,6 @@ async def test_bad_samples_get_their_own_error(ocr_process: ServiceProcess) -> N
     assert ocr_process.metric("flowfleet_reward_errors_total", reason="undecodable") == before + 3
 
 
-@pytest.mark.anyio
 async def test_videos_are_scored_beside_pictures(ocr_process: ServiceProcess) -> None:
     still = np.asarray(sign("AB3"))
     media, media_type = encode_media(np.stack([still, still, still]))
@@ -146,7 +139,6 @@ async def test_videos_are_scored_beside_pictures(ocr_process: ServiceProcess) ->
     assert scores["video"].score == scores["picture"].score == 1.0
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("ids", "says"),
     [
@@ -162,7 +154,6 @@ async def test_malformed_calls_are_invalid_arguments(ocr_process: ServiceProcess
     assert says in (error.details() or "")
 
 
-@pytest.mark.anyio
 async def test_unknown_parameters_name_the_valid_ones(ocr_process: ServiceProcess) -> None:
     error = await refusal(ocr_process, [sign_sample("a", "AB3")], corp="0,0,1,1")
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -171,7 +162,6 @@ async def test_unknown_parameters_name_the_valid_ones(ocr_process: ServiceProces
     )
 
 
-@pytest.mark.anyio
 async def test_concurrent_callers_share_batches(ocr_process: ServiceProcess) -> None:
     async def four(stub: RewardServiceAsyncStub) -> list[ScoreResponse]:
         words = ["AB3", "CD4", "EF5", "GH6"]
@@ -191,7 +181,6 @@ async def test_concurrent_callers_share_batches(ocr_process: ServiceProcess) -> 
     assert ocr_process.metric(name) == before + 1
 
 
-@pytest.mark.anyio
 async def test_different_parameters_never_share(ocr_process: ServiceProcess) -> None:
     async def two(stub: RewardServiceAsyncStub) -> list[ScoreResponse]:
         subject = sign_sample("a", "WXYZ", "W-X-Y-Z")
@@ -203,7 +192,6 @@ async def test_different_parameters_never_share(ocr_process: ServiceProcess) -> 
     assert dashed == pytest.approx(1 - 3 / 7)
 
 
-@pytest.mark.anyio
 async def test_a_deadline_is_kept(ocr_process: ServiceProcess) -> None:
     """The service waits 200 ms for company, this caller only 50."""
     request = ScoreRequest(samples=[sign_sample("a", "AB3")])
@@ -213,7 +201,6 @@ async def test_a_deadline_is_kept(ocr_process: ServiceProcess) -> None:
     assert (await score(ocr_process, [sign_sample("b", "AB3")]))["b"].score == 1.0
 
 
-@pytest.mark.anyio
 async def test_sigterm_finishes_what_was_admitted(tmp_path: Path) -> None:
     """The call waits a minute for company; the drain sends it off at once."""
     with reward_process(tmp_path, "--scorer", "jpeg_compressibility", "--max-wait-ms", "60000") as service:
@@ -231,7 +218,6 @@ async def test_sigterm_finishes_what_was_admitted(tmp_path: Path) -> None:
         assert {line["service"] for line in lines} == {"reward"}
 
 
-@pytest.mark.anyio
 async def test_a_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
     """The call waits a minute for company, and the drain has no time to send it off."""
     flags = ("--scorer", "jpeg_compressibility", "--max-wait-ms", "60000", "--drain-s", "0")

@@ -69,7 +69,6 @@ def assert_same(one: GeneratedSample, other: GeneratedSample) -> None:
         assert one.record.to_bytes() == other.record.to_bytes()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 async def test_ode_draws_what_the_diffusers_pipeline_draws(
     engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
@@ -132,7 +131,6 @@ def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: Generat
     return log_probs
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 @pytest.mark.parametrize("is_lora", [True, False])
@@ -159,7 +157,6 @@ async def test_log_probs_equal_the_trainers_bit_for_bit(
             parameter.requires_grad_(False)
 
 
-@pytest.mark.anyio
 async def test_repeated_requests_make_the_same_bits(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     first, second = [samples_of(await collect(engine, make_request())) for _ in range(2)]
@@ -168,7 +165,6 @@ async def test_repeated_requests_make_the_same_bits(engine: DiffusersEngine, mod
     assert not np.array_equal(first[0].frames, first[1].frames)
 
 
-@pytest.mark.anyio
 async def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: ModelSpec) -> None:
     """Up to rounding: a kernel may sum in another order when the batch has another size."""
     await engine.prepare(model, None)
@@ -184,7 +180,6 @@ async def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, mo
         )
 
 
-@pytest.mark.anyio
 async def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: ModelSpec) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=4, threads=1)
     await engine.prepare(model, None)
@@ -204,7 +199,6 @@ async def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: M
     assert bool(short.mask.all())
 
 
-@pytest.mark.anyio
 async def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSpec) -> None:
     """Latents outside the window follow the ODE, so a trajectory is a pure function of its ends."""
     await engine.prepare(model, None)
@@ -227,7 +221,6 @@ async def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: M
     assert torch.equal(found, expected)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 async def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
@@ -259,7 +252,6 @@ async def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     assert (found - other).abs().max() > 1e-3
 
 
-@pytest.mark.anyio
 async def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, model: ModelSpec) -> None:
     """It replaces the job's; the other group keeps the job's."""
     await engine.prepare(model, None)
@@ -277,7 +269,6 @@ async def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEng
     assert (latents(found, 0) - latents(plain, 0)).abs().max() > 1e-3
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
 async def test_a_tail_leaves_what_is_trained_as_it_is(
     engine: DiffusersEngine, model: ModelSpec, step_type: str
@@ -300,7 +291,6 @@ async def test_a_tail_leaves_what_is_trained_as_it_is(
         assert torch.equal(recomputed_without_gradient(adapter_of(engine), request, tailed, step), stored)
 
 
-@pytest.mark.anyio
 async def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(
     engine: DiffusersEngine, model: ModelSpec
 ) -> None:
@@ -327,7 +317,6 @@ async def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(
     assert torch.equal(torch.stack([final_of(sample) for sample in batch.samples]), latents)
 
 
-@pytest.mark.anyio
 async def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, model: ModelSpec) -> None:
     """The samples are those of all noisy steps; of the steps only those that were asked for are kept."""
     await engine.prepare(model, None)
@@ -341,7 +330,6 @@ async def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, m
             assert torch.equal(getattr(path_of(one), name)[[0, 2]], getattr(path_of(other), name))
 
 
-@pytest.mark.anyio
 async def test_a_jobs_shift_is_the_schedules(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     request = make_request(sde_steps=(1, 2))
@@ -351,7 +339,6 @@ async def test_a_jobs_shift_is_the_schedules(engine: DiffusersEngine, model: Mod
     np.testing.assert_allclose(path_of(batch.samples[0]).sigmas, (2.5 * u / (1 + 1.5 * u))[1:3], rtol=1e-6)
 
 
-@pytest.mark.anyio
 async def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     (batch,) = await collect(engine, make_request(sde_steps=(0,), share_initial=True))
@@ -365,7 +352,6 @@ async def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, mode
     assert not torch.equal(ends[0], ends[1])
 
 
-@pytest.mark.anyio
 async def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     asked = 0
@@ -410,7 +396,6 @@ def velocity_by(adapter: ModelAdapter, request: GenerationRequest, batch: Genera
     return velocity.double().numpy()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 async def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     engine: RolloutEngine, model: ModelSpec, guidance_scale: float
@@ -439,7 +424,6 @@ async def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     np.testing.assert_allclose(measured, expected, rtol=1e-3)
 
 
-@pytest.mark.anyio
 async def test_the_reference_kl_changes_no_sample_and_is_0_before_training(
     engine: RolloutEngine, model: ModelSpec
 ) -> None:
@@ -455,14 +439,12 @@ async def test_the_reference_kl_changes_no_sample_and_is_0_before_training(
             assert (other.reference_kl == 0) == is_zero
 
 
-@pytest.mark.anyio
 async def test_full_weights_have_no_reference_kl(engine: RolloutEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     with pytest.raises(ValueError, match=r"reference_kl: .*set trainer.mode to lora or algorithm.kl_reward to 0"):
         await collect(engine, replace(make_request(), reference_kl=True))
 
 
-@pytest.mark.anyio
 async def test_an_adapter_replaces_another_and_leaves_without_trace(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     base = samples_of(await collect(engine, make_request()))
@@ -480,7 +462,6 @@ async def test_an_adapter_replaces_another_and_leaves_without_trace(engine: Diff
         assert_same(one, two)
 
 
-@pytest.mark.anyio
 async def test_verify_refuses_one_wrong_element_and_a_missing_name(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, LORA)
     state = published(model, LORA, 3)
@@ -523,7 +504,6 @@ class Recorder(Sender):
         return self
 
 
-@pytest.mark.anyio
 async def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back(
     engine: DiffusersEngine, model: ModelSpec
 ) -> None:
@@ -546,7 +526,6 @@ async def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_ba
         assert_same(one, two)
 
 
-@pytest.mark.anyio
 async def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine, model: ModelSpec) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         await engine.prepare(ModelSpec(path="/nowhere", dtype="float32"), None)
@@ -570,7 +549,6 @@ async def scales_of(engine: RolloutEngine) -> torch.Tensor:
     return torch.cat([linear.fp8_scale.flatten() for linear in await fp8_linears(engine)])
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("engine_class", [DiffusersEngine, VllmOmniEngine])
 async def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     monkeypatch: pytest.MonkeyPatch,
@@ -607,7 +585,6 @@ async def test_a_quantized_model_computes_with_the_weights_that_were_verified_la
     await engine.close()
 
 
-@pytest.mark.anyio
 async def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: Path) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
     model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
@@ -619,7 +596,6 @@ async def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: P
     await engine.close()
 
 
-@pytest.mark.anyio
 @pytest.mark.long
 async def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
     tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
@@ -647,7 +623,6 @@ async def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
     torch._dynamo.reset()
 
 
-@pytest.mark.anyio
 async def test_dummy_weights_are_drawn_from_their_names(tiny_qwen_image: Path) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
     await engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", load_format="dummy"), None)

@@ -91,7 +91,6 @@ def prompts_of(batch: GeneratedBatch) -> tuple[PromptEmbeds, PromptEmbeds | None
     return concat_embeds([batch.embeds[group] for group in groups]), negative
 
 
-@pytest.mark.anyio
 async def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine, model: ModelSpec) -> None:
     """Log-probs recomputed with gradients from the blobs alone equal the stored ones: the ratio is exactly 1."""
     request = request_for(model, guidance_scale=3.0)
@@ -126,7 +125,6 @@ async def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine,
         module.requires_grad_(False)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("guidance_scale", "sde_steps"), [(1.0, ()), (3.0, (0, 1))])
 async def test_the_ode_ends_where_euler_steps_end(
     ready: DiffusersEngine, model: ModelSpec, guidance_scale: float, sde_steps: tuple[int, ...]
@@ -154,7 +152,6 @@ async def test_the_ode_ends_where_euler_steps_end(
     assert np.array_equal(frames, adapter.decode(latents, size).numpy())
 
 
-@pytest.mark.anyio
 async def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(
     ready: DiffusersEngine, model: ModelSpec
 ) -> None:
@@ -167,7 +164,6 @@ async def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(
     assert not np.array_equal(first.samples[0].frames, first.samples[1].frames)
 
 
-@pytest.mark.anyio
 async def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec) -> None:
     """They equal the adapter's latents, row by row, and come with the prompts' embeds."""
     request = request_for(model, sde_steps=(), record="final", indices=(3, 5))
@@ -186,7 +182,6 @@ async def test_finished_media_become_latents(ready: DiffusersEngine, model: Mode
     assert batch.embeds.keys() == {0, 1}
 
 
-@pytest.mark.anyio
 async def test_every_expert_is_updated_and_verified(ready: DiffusersEngine, model: ModelSpec) -> None:
     adapter = adapter_of(ready)
     base = await batch_of(ready, request_for(model, sde_steps=(), record="final"))
@@ -210,7 +205,6 @@ async def test_every_expert_is_updated_and_verified(ready: DiffusersEngine, mode
     await ready.prepare(model, None)
 
 
-@pytest.mark.anyio
 async def test_settings_that_a_family_would_not_heed_are_refused(ready: DiffusersEngine, model: ModelSpec) -> None:
     family, request = family_of(model.path), request_for(model)
     sampling = request.sampling
@@ -232,7 +226,6 @@ async def test_settings_that_a_family_would_not_heed_are_refused(ready: Diffuser
         await batch_of(ready, replace(request, sampling=replace(sampling, size=Size(32, 32, 3))))
 
 
-@pytest.mark.anyio
 async def test_a_distilled_model_heeds_its_embedded_guidance(engine: DiffusersEngine, tmp_path: Path) -> None:
     """Left out, it is the default of diffusers' pipeline; a checkpoint without that input refuses it."""
     default = inspect.signature(FluxPipeline.__call__).parameters["guidance_scale"].default

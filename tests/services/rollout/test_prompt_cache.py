@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from flowfleet.models.embeds import PromptEmbeds
@@ -50,7 +49,6 @@ def test_a_prompt_that_is_larger_than_the_cache_is_encoded_each_time() -> None:
     assert (asked, cache.size_bytes) == (["a", "a"], 0)
 
 
-@pytest.mark.anyio
 async def test_a_request_repeated_encodes_nothing_and_has_the_same_bits(
     engine: DiffusersEngine, model: ModelSpec
 ) -> None:

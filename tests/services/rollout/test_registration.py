@@ -48,7 +48,6 @@ class Health(rpc.HealthState):
         self.serving = serving
 
 
-@pytest.mark.anyio
 async def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
     engine, registry, health = Engine(), Registry(), Health()
@@ -68,7 +67,6 @@ async def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch
     await membership._stop()
 
 
-@pytest.mark.anyio
 async def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
     registry = Registry()
     membership = Membership(registry, Engine(), Health())  # type: ignore[arg-type]
@@ -86,7 +84,6 @@ async def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
     await membership._stop()
 
 
-@pytest.mark.anyio
 async def test_one_that_was_replaced_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
     registry, ended = Registry(), asyncio.Event()

@@ -87,7 +87,6 @@ async def both(one: ReplicaProcess, two: ReplicaProcess, redis_url: str, run: Ru
         return await run(a), await run(b)
 
 
-@pytest.mark.anyio
 async def test_samples_of_published_adapters_are_those_of_one_process(
     one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str
 ) -> None:
@@ -113,7 +112,6 @@ async def test_samples_of_published_adapters_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b"])
-@pytest.mark.anyio
 async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split(
     one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str, tmp_path: Path, kind: str
 ) -> None:
@@ -134,7 +132,6 @@ async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split
     assert_alike(*await both(one, two, redis_of_module, run))
 
 
-@pytest.mark.anyio
 async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
     two: ReplicaProcess, redis_of_module: str, tiny_qwen_image: Path
 ) -> None:
@@ -153,7 +150,6 @@ async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
     assert two.log.read_text().count(LOADING) == loaded  # both ranks refused alike: the model is as it was
 
 
-@pytest.mark.anyio
 async def test_heads_that_cannot_be_shared_are_refused_before_weights_are_read(
     two: ReplicaProcess, redis_of_module: str, tmp_path: Path
 ) -> None:
@@ -168,7 +164,6 @@ async def test_heads_that_cannot_be_shared_are_refused_before_weights_are_read(
         assert (code, "2 devices cannot share the 3 attention heads of transformer" in message) == (INVALID, True)
 
 
-@pytest.mark.anyio
 async def test_it_says_how_many_devices_it_has(one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str) -> None:
     async def run(client: Client) -> Any:
         status = await client.status()
@@ -178,7 +173,6 @@ async def test_it_says_how_many_devices_it_has(one: ReplicaProcess, two: Replica
     assert await both(one, two, redis_of_module, run) == ((1, 1), (2, 2))
 
 
-@pytest.mark.anyio
 async def test_wrong_weights_are_refused_by_both(two: ReplicaProcess, redis_of_module: str) -> None:
     async with Client(two.address, redis_of_module) as client:
         state = await client.publish_adapter("wrong", 0, RECIPE, SPEC, seed=1)
@@ -191,7 +185,6 @@ async def test_wrong_weights_are_refused_by_both(two: ReplicaProcess, redis_of_m
 
 
 @pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.anyio
 async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: str, is_busy: bool) -> None:
     process = replica(tmp_path / "replica", redis_url, 2)
     (follower,) = followers(process)
@@ -210,7 +203,6 @@ async def test_a_follower_that_dies_ends_the_replica(tmp_path: Path, redis_url: 
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_a_follower_that_hangs_costs_the_replica_its_health(tmp_path: Path, redis_url: str) -> None:
     """What waited is made once the follower wakes."""
     flags = ("--hang-s", "1", "--stall-s", "30", "--sequence-parallel-size", "2")
@@ -267,7 +259,6 @@ if ("services.rollout.engines.follower" in sys.orig_argv) == {in_follower}:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-@pytest.mark.anyio
 async def test_a_forward_that_fails_is_answered_with_its_error_before_the_replica_ends(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -76,7 +76,6 @@ async def steps_of_a_second(c: Client, job_id: str) -> int:
     return min(1000, max(100, int(150 / (time.monotonic() - started))))
 
 
-@pytest.mark.anyio
 async def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client: Any) -> None:
     async with client() as c:
         record = await ReplicaDirectory(c.redis).get("r0")
@@ -94,7 +93,6 @@ async def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client:
         assert (code, "InitWeightTransfer" in message) == (Code.FAILED_PRECONDITION, True)
 
 
-@pytest.mark.anyio
 async def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: Any, model: ModelSpec) -> None:
     samples: list[common_pb2.Sample] = []
 
@@ -163,7 +161,6 @@ async def check_against_engine(
         assert await c.blobs.get(sample.trajectory) == expected.record.to_bytes()
 
 
-@pytest.mark.anyio
 async def test_only_the_served_version_of_the_job_is_sampled(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-b", 3, model, LORA, seed=1)
@@ -179,7 +176,6 @@ async def test_only_the_served_version_of_the_job_is_sampled(client: Any, model:
         assert {sample.policy_version for sample in samples} == {4}
 
 
-@pytest.mark.anyio
 async def test_validation_has_no_trajectory_and_stays_out_of_the_stream(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-v", 0, model, LORA, seed=1)
@@ -222,7 +218,6 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.anyio
 async def test_bad_requests_say_what_to_change(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-c", 0, model, LORA, seed=1)
@@ -241,7 +236,6 @@ async def test_bad_requests_say_what_to_change(client: Any, model: ModelSpec) ->
         assert len(await c.generate(make_generate("job-c", 0))) == 6
 
 
-@pytest.mark.anyio
 async def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSpec) -> None:
     async def assert_refuses_prompts(c: Client) -> None:
         status = await c.status()
@@ -296,7 +290,6 @@ def group(**changed: Any) -> rollout_pb2.TransferGroup:
     return rollout_pb2.TransferGroup(**{**fields, **changed})
 
 
-@pytest.mark.anyio
 async def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: ModelSpec) -> None:
     """Each request is of another job, so that it would let go of the adapter that is served."""
     models = (
@@ -357,7 +350,6 @@ async def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model
         assert len(await c.generate(make_generate("job-i", 0))) == 6
 
 
-@pytest.mark.anyio
 async def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec, tmp_path: Path) -> None:
     """The missing weights are noticed only while the folder is loaded."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
@@ -370,7 +362,6 @@ async def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec
         await c.publish_adapter("job-i", 1, model, LORA, seed=1)
 
 
-@pytest.mark.anyio
 async def test_what_no_submit_would_send_is_refused_in_a_word(
     client: Any, model: ModelSpec, replica: ReplicaProcess
 ) -> None:
@@ -407,7 +398,6 @@ async def test_what_no_submit_would_send_is_refused_in_a_word(
         assert len(await c.generate(full)) == 6
 
 
-@pytest.mark.anyio
 async def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
     async with client() as c:
         await c.publish_adapter("job-m", 2, model, LORA, seed=1)
@@ -423,7 +413,6 @@ async def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replic
     assert sources == {"cache", "encoder"}
 
 
-@pytest.mark.anyio
 async def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-e", 0, model, LORA, seed=1)
@@ -443,7 +432,6 @@ async def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, mo
         assert {sample.policy_version for sample in await running} == {0}
 
 
-@pytest.mark.anyio
 async def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-w", 0, model, LORA, seed=1)
@@ -472,7 +460,6 @@ async def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(
         assert {sample.policy_version for sample in await c.generate(again)} == {1}
 
 
-@pytest.mark.anyio
 async def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-f", 0, model, LORA, seed=1)
@@ -491,7 +478,6 @@ async def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSp
         assert len(await c.generate(make_generate("job-f", 0))) == 6
 
 
-@pytest.mark.anyio
 async def test_a_broadcast_that_its_trainer_gives_up_frees_the_replica_at_once(client: Any, model: ModelSpec) -> None:
     timeout_s = 60.0
     async with client() as c:
@@ -518,7 +504,6 @@ async def test_a_broadcast_that_its_trainer_gives_up_frees_the_replica_at_once(c
         assert (await c.status()).state == IDLE
 
 
-@pytest.mark.anyio
 async def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client: Any, model: ModelSpec) -> None:
     async def join(c: Client, group_id: str, timeout_s: float) -> Sender:
         sender = Sender(group_id, timeout_s)
@@ -575,7 +560,6 @@ async def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client:
     await scenario()
 
 
-@pytest.mark.anyio
 async def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, named in ((("--host", "0.0.0.0"), "FLOWFLEET_RPC_TOKEN"), (("--threads", "0"), "at least 1")):
         with pytest.raises(AssertionError, match=named):
@@ -590,7 +574,6 @@ async def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkey
             await serve(parser().parse_args(flags))
 
 
-@pytest.mark.anyio
 async def test_sigterm_finishes_what_runs_and_takes_no_more(
     client: Any, model: ModelSpec, replica: ReplicaProcess
 ) -> None:

@@ -83,7 +83,6 @@ async def invalid(c: Client, request: rollout_pb2.GenerateRequest, expected: grp
     return message
 
 
-@pytest.mark.anyio
 async def test_videos_of_two_experts(client: MakeClient, models: Models) -> None:
     """An adapter in both experts; steps of both; MP4s that show what the latents decode to."""
     model = models("wan_two_experts")
@@ -112,7 +111,6 @@ async def test_videos_of_two_experts(client: MakeClient, models: Models) -> None
     assert len({sample.media.sha256 for sample in await scenario()}) == 6
 
 
-@pytest.mark.anyio
 async def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, models: Models) -> None:
     model = models("wan_two_experts")
 
@@ -145,7 +143,6 @@ async def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, mode
     await scenario()
 
 
-@pytest.mark.anyio
 async def test_final_latents_go_with_any_noise(client: MakeClient, models: Models) -> None:
     """And are what the recorded steps end in; steps need noise."""
     async with client() as c:
@@ -176,7 +173,6 @@ async def edits(c: Client, pictures: list[list[Frames]], **changes: Any) -> roll
     return request
 
 
-@pytest.mark.anyio
 async def test_edits_see_their_condition_images(client: MakeClient, models: Models) -> None:
     """The images come with prompt and negative prompt, a blob of each a group, and steer what is drawn."""
     async with client() as c:
@@ -195,7 +191,6 @@ async def test_edits_see_their_condition_images(client: MakeClient, models: Mode
         assert not {s.media.uri for s in others[3:]} & {s.media.uri for s in samples[3:]}
 
 
-@pytest.mark.anyio
 async def test_edits_that_cannot_be_made_say_what_to_change(client: MakeClient, models: Models) -> None:
     async with client() as c:
         await c.publish_adapter("edit", 0, models("qwen_image_edit"), SPEC, seed=1)
@@ -241,7 +236,6 @@ async def pairs(c: Client, job_id: str, media: list[Frames], **changes: Any) -> 
         ("wan", Size(32, 32, NUM_FRAMES), [noise(3, num_frames=5), noise(4, 48, 64, 9)]),
     ],
 )
-@pytest.mark.anyio
 async def test_finished_media_are_encoded_and_published_like_samples(
     client: MakeClient, models: Models, kind: str, size: Size, media: list[Frames]
 ) -> None:
@@ -270,7 +264,6 @@ async def test_finished_media_are_encoded_and_published_like_samples(
         assert sorted((delivery.sample for delivery in streamed), key=lambda sample: sample.id.index) == samples
 
 
-@pytest.mark.anyio
 async def test_media_that_cannot_be_learned_from_say_what_to_change(client: MakeClient, models: Models) -> None:
     async with client() as c:
         await c.publish_adapter("pairs", 0, models("wan"), SPEC, seed=1)

@@ -53,7 +53,6 @@ def replica(tmp_path_factory: pytest.TempPathFactory, redis_of_module: str) -> I
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_tokens_are_those_of_the_weights_that_were_sent(
     replica: ReplicaProcess, model: ModelSpec, redis_of_module: str
 ) -> None:

@@ -40,7 +40,6 @@ async def healthy_during(client: Client, work: Awaitable[object]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
     tmp_path: Path, redis_url: str, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +91,6 @@ async def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_one_that_was_suspended_and_replaced_ends_when_it_wakes(tmp_path: Path, redis_url: str) -> None:
     old = ReplicaProcess(tmp_path / "old", redis_url, "--replica-id", "r0")
     old.process.send_signal(signal.SIGSTOP)

@@ -74,7 +74,6 @@ def adapter_of(engine: TransformersEngine) -> SequenceAdapter:
     return engine._adapter
 
 
-@pytest.mark.anyio
 async def test_every_token_is_drawn_from_the_models_own_distribution(
     engine: TransformersEngine, model: ModelSpec
 ) -> None:
@@ -111,7 +110,6 @@ async def test_every_token_is_drawn_from_the_models_own_distribution(
         assert sample.prompt_tokens == 4
 
 
-@pytest.mark.anyio
 async def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine, model: ModelSpec) -> None:
     settings = replace(SETTINGS, temperature=0.7, top_p=0.8, routed_experts=True)
     samples = await sampled(engine, model, asked(group(0, "1+1=", 5, 6, 7), settings=settings))
@@ -127,7 +125,6 @@ async def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine
             assert record.routed_experts.shape == (3 + len(record.token_ids), 2, 2)
 
 
-@pytest.mark.anyio
 async def test_a_router_of_sigmoids_is_sampled_without_its_experts_alone(
     engine: TransformersEngine, model: ModelSpec
 ) -> None:
@@ -150,7 +147,6 @@ def by_sigmoid(forward: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Ten
     return run
 
 
-@pytest.mark.anyio
 async def test_a_sample_depends_on_its_own_seed_only(engine: TransformersEngine, model: ModelSpec) -> None:
     together = asked(group(0, "1+1=", 5, 6, 7), group(2, "a+b=", 9), group(3, "long?", 11))
     samples = {(one.group, one.index): one for one in await sampled(engine, model, together)}
@@ -164,7 +160,6 @@ async def test_a_sample_depends_on_its_own_seed_only(engine: TransformersEngine,
     assert alone[0].text == samples[0, 1].text
 
 
-@pytest.mark.anyio
 async def test_batches_are_cut_and_keep_the_order(engine: TransformersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, None)
     request = asked(group(0, "1+1=", *range(9)), group(1, "longer?", 1), group(2, "short?", 1, 2))
@@ -176,7 +171,6 @@ async def test_batches_are_cut_and_keep_the_order(engine: TransformersEngine, mo
     assert [place for batch in found for place in batch] == [*((0, i) for i in range(9)), (1, 0), (2, 0), (2, 1)]
 
 
-@pytest.mark.anyio
 async def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
     request = asked(group(0, "1+1=", *range(30, 38)), settings=replace(SETTINGS, max_tokens=60))
     samples = await sampled(engine, model, request)
@@ -198,7 +192,6 @@ async def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
     assert ids == tokens_of(longest).token_ids.tolist()[: len(ids)]
 
 
-@pytest.mark.anyio
 async def test_temperature_0_takes_the_likeliest(engine: TransformersEngine, model: ModelSpec) -> None:
     request = replace(asked(group(0, "1+1=", 1, 2), settings=replace(SETTINGS, temperature=0.0)), record="none")
     first, second = await sampled(engine, model, request)
@@ -226,7 +219,6 @@ def test_draws_have_the_models_frequencies() -> None:
     assert frequencies.tolist() == pytest.approx(torch.softmax(logits[0], 0).tolist(), abs=2e-4)
 
 
-@pytest.mark.anyio
 async def test_cancelled_work_stops_at_the_next_token(engine: TransformersEngine, model: ModelSpec) -> None:
     asked_for = 0
 
@@ -241,7 +233,6 @@ async def test_cancelled_work_stops_at_the_next_token(engine: TransformersEngine
     assert asked_for == 4
 
 
-@pytest.mark.anyio
 async def test_an_adapter_changes_what_is_written_and_is_verified(engine: TransformersEngine, model: ModelSpec) -> None:
     request = asked(group(0, "1+1=", 5))
     await engine.prepare(model, LORA)
@@ -262,7 +253,6 @@ async def test_an_adapter_changes_what_is_written_and_is_verified(engine: Transf
         await engine.verify(wrong)
 
 
-@pytest.mark.anyio
 async def test_what_does_not_fit_is_the_users_mistake(engine: TransformersEngine, model: ModelSpec) -> None:
     settings = replace(SETTINGS, max_prompt_tokens=3)
     with pytest.raises(ValueError, match=r"4 tokens, more than rollout\.sequence\.max_prompt_tokens = 3"):
@@ -275,7 +265,6 @@ async def test_what_does_not_fit_is_the_users_mistake(engine: TransformersEngine
     await other.close()
 
 
-@pytest.mark.anyio
 async def test_a_flow_is_sampled_by_another_engine(engine: TransformersEngine) -> None:
     flow = Path(__file__).parents[3] / "recipes/tiny/model"
     with pytest.raises(ValueError, match="start rollouts with --engine diffusers"):

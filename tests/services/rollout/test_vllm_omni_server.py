@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import pytest
 import torch
 from google.protobuf.message import Message
 
@@ -19,7 +18,6 @@ from tests.services.rollout.replica import Client, ReplicaProcess, Sender, make_
 SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 
 
-@pytest.mark.anyio
 async def test_a_replica_serves_adapters_and_full_weights(tmp_path: Path, model: ModelSpec, redis_url: str) -> None:
     flags = ("--engine", "vllm-omni", "--model", model.path, "--dtype", model.dtype, "--max-batch", "8")
     replica = ReplicaProcess(tmp_path / "replica", redis_url, *flags, "--metrics-port", "0")

@@ -173,7 +173,6 @@ def check_publishing(trainer: Trainer, launch: Launch, tmp_path: Path) -> None:
     assert (status.policy_version, status.weights_digest) == (4, response.weights_digest)
 
 
-@pytest.mark.anyio
 async def test_a_trainer_that_nobody_calls_ends() -> None:
     class Service:
         idle_s = 0.0  # seconds

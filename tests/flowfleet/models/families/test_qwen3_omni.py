@@ -181,7 +181,6 @@ async def engine() -> AsyncIterator[TransformersEngine]:
     await made.close()
 
 
-@pytest.mark.anyio
 async def test_the_engine_samples_questions_with_media(
     engine: TransformersEngine, adapter: Qwen3OmniThinkerAdapter, folder: Path
 ) -> None:

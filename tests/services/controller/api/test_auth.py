@@ -8,7 +8,6 @@ from pydantic import SecretStr, ValidationError
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
 
-pytestmark = pytest.mark.anyio
 KEY = "a-key-of-some-length"
 
 

@@ -98,7 +98,6 @@ def test_a_body_that_drips_after_its_answer_ends_as_well(address: str) -> None:
             drip(drips, 10 * HEADER_S)
 
 
-@pytest.mark.anyio
 async def test_a_stream_counts_until_it_ends() -> None:
     async def endless() -> AsyncIterator[str]:
         while True:

@@ -14,7 +14,6 @@ from services.controller.api.keys import Keys
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
 
-pytestmark = pytest.mark.anyio
 KEY, LOOKS, VOTES = "the-operators-own-key", "a-key-that-may-look", "a-key-that-may-vote"
 HOST = "http://127.0.0.1:8080"
 OURS = {"Origin": HOST}

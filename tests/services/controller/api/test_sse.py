@@ -18,7 +18,6 @@ from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 STREAM = {"Accept": "text/event-stream"}
 KEY = "a-key-of-some-length"

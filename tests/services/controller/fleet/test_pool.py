@@ -31,7 +31,6 @@ def job_of(folder: Path, samples: str = "no", steps: int = 2) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("samples", "waits"), [("idle", True), ("only", False)])
-@pytest.mark.anyio
 async def test_a_rank_next_to_rollouts_is_lent_again_when_the_update_has_ended(
     samples: str, waits: bool, redis_url: str, tmp_path: Path
 ) -> None:
@@ -57,7 +56,6 @@ async def test_a_rank_next_to_rollouts_is_lent_again_when_the_update_has_ended(
     await redis.aclose()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("call", ["TrainStep", "PublishWeights"])
 async def test_a_job_is_known_to_update_while_its_trainer_is_asked_for_a_step_or_to_publish(
     call: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +97,6 @@ def slow_for_ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]
     return order
 
 
-@pytest.mark.anyio
 async def test_rollouts_sample_with_a_version_while_a_rank_of_the_trainer_still_waits_for_it(
     redis_url: str, tmp_path: Path, slow_for_ranks: list[tuple[int, list[str]]]
 ) -> None:

@@ -38,7 +38,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.anyio
 async def test_who_came_first_is_served_first_and_others_wants_do_not_hold_it_up() -> None:
     fleet = fleet_of("a", "b")
     desk = ReplicaQueue(fleet)
@@ -60,7 +59,6 @@ async def test_who_came_first_is_served_first_and_others_wants_do_not_hold_it_up
     impossible.cancel()
 
 
-@pytest.mark.anyio
 async def test_who_wants_an_older_version_is_served_before_those_who_came_earlier() -> None:
     """A request of the step that trains next, whose first replica gave way to an update, is asked for again."""
     fleet = fleet_of("a")
@@ -76,7 +74,6 @@ async def test_who_wants_an_older_version_is_served_before_those_who_came_earlie
     later_step.cancel()
 
 
-@pytest.mark.anyio
 async def test_one_who_gives_up_leaves_nothing_behind() -> None:
     fleet = fleet_of("a")
     desk = ReplicaQueue(fleet)
@@ -141,7 +138,6 @@ def health(watch: FleetWatch) -> Health | None:
     return known.health if known else None
 
 
-@pytest.mark.anyio
 async def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
@@ -160,7 +156,6 @@ async def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], Awa
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(
     run: Callable[[Use], Awaitable[None]],
 ) -> None:
@@ -177,7 +172,6 @@ async def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, server: Any
@@ -193,7 +187,6 @@ async def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Us
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(
     run: Callable[[Use], Awaitable[None]],
 ) -> None:
@@ -214,7 +207,6 @@ async def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_rene
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
     run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +242,6 @@ async def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_a_look_goes_on_after_whatever_it_meets(
     run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +266,6 @@ async def test_a_look_goes_on_after_whatever_it_meets(
     await run(use)
 
 
-@pytest.mark.anyio
 async def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
     run: Callable[[Use], Awaitable[None]], redis_url: str
 ) -> None:

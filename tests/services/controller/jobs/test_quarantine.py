@@ -19,8 +19,6 @@ from services.controller.jobs.quarantine import STRIKES, WITHIN_S, Quarantine
 from tests.services.controller.test_handover import Scene
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def watch(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Quarantine, Any]]:

@@ -94,7 +94,6 @@ async def reached(store: Store, job_id: str, status: JobStatus) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.anyio
 async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_once(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -113,7 +112,6 @@ async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
         first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
@@ -136,7 +134,6 @@ OTHER_RELEASE = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("fields", OTHER_RELEASE.values(), ids=OTHER_RELEASE)
 async def test_a_job_of_another_release_waits_and_others_of_its_pool_run(
     redis_url: str, tmp_path: Path, fields: dict[str, str]
@@ -156,7 +153,6 @@ async def test_a_job_of_another_release_waits_and_others_of_its_pool_run(
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_the_release_that_can_read_a_job_takes_it_up(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
         first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
@@ -171,7 +167,6 @@ async def test_the_release_that_can_read_a_job_takes_it_up(redis_url: str, tmp_p
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes = 1
@@ -184,7 +179,6 @@ async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path)
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
         runner.crashes, runner.error = 1, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
@@ -204,7 +198,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "STOP_DELAY_S", 0.01)
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
 async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
@@ -217,7 +210,6 @@ async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_ur
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
 async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
     refusing = RefusingLauncher(tmp_path)
@@ -236,7 +228,6 @@ async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, 
     await with_runner(redis_url, tmp_path, use, refusing)
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(("error", "lasts_s"), [(Unavailable("no answer"), 0.0), (RuntimeError("a bug of ours"), 0.1)])
 async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
@@ -255,7 +246,6 @@ async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: Store) -> None:
         runner.gate.set()
@@ -270,7 +260,6 @@ async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,7 +275,6 @@ async def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("part", ["listen", "_tell_load", "_drive"])
 async def test_it_stops_though_a_part_loses_its_cancellation(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
@@ -313,7 +301,6 @@ async def test_it_stops_though_a_part_loses_its_cancellation(
     await with_runner(redis_url, tmp_path, use)
 
 
-@pytest.mark.anyio
 async def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

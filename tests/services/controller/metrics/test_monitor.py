@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -36,7 +35,6 @@ async def shown(redis: Redis, *jobs: str) -> dict[tuple[str, ...], float]:
     return {(name, *labels): value for name, labels, value in (await look_at_redis(redis, jobs)).samples()}
 
 
-@pytest.mark.anyio
 async def test_streams_are_measured(redis_url: str) -> None:
     redis = connect(redis_url)
     stream, consumer = TrajectoryStream(redis, "a"), TrajectoryConsumer(redis, "a", consumer="c")
@@ -61,7 +59,6 @@ async def test_streams_are_measured(redis_url: str) -> None:
     await redis.aclose()
 
 
-@pytest.mark.anyio
 async def test_redis_tells_of_itself(redis_url: str) -> None:
     redis = connect(redis_url)
     found = await shown(redis)
@@ -73,7 +70,6 @@ async def test_redis_tells_of_itself(redis_url: str) -> None:
     await redis.aclose()
 
 
-@pytest.mark.anyio
 async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redis_url: str) -> None:
     redis, registry = connect(redis_url), CollectorRegistry()
     machines: dict[str, Machine] = {"a": running()}
@@ -88,7 +84,6 @@ async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redi
     await redis.aclose()
 
 
-@pytest.mark.anyio
 async def test_it_says_when_redis_does_not_answer(redis_url: str) -> None:
     class Away:
         def pipeline(self, **_: bool) -> None:

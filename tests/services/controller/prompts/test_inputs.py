@@ -17,8 +17,6 @@ from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def blobs(redis_url: str) -> AsyncIterator[BlobStore]:

@@ -18,7 +18,6 @@ from services.controller.reading.places import NotAllowed, Places, url_origin
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 JOB_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
 

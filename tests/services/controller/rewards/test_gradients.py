@@ -78,7 +78,6 @@ def test_a_request_says_what_rewards_are_asked_and_only_those_that_count() -> No
     ]
 
 
-@pytest.mark.anyio
 async def test_addresses_of_today_are_sent_and_are_no_part_of_the_step() -> None:
     made, trainer = request(), Trainer([TrainStepResponse(step=0)])
     await rewards(Clock()).trained(made, trainer)
@@ -88,7 +87,6 @@ async def test_addresses_of_today_are_sent_and_are_no_part_of_the_step() -> None
     assert follow({}, sent) == follow({}, made) != ""
 
 
-@pytest.mark.anyio
 async def test_a_reward_that_fails_is_waited_for_less_and_less_often_and_then_pauses() -> None:
     clock, trainer = Clock(), Trainer([failure() for _ in range(5)])
     asked = rewards(clock)
@@ -108,7 +106,6 @@ async def test_a_reward_that_fails_is_waited_for_less_and_less_often_and_then_pa
         await asked.trained(request(), trainer)
 
 
-@pytest.mark.anyio
 async def test_success_and_a_resumed_job_count_anew() -> None:
     clock, trainer = Clock(), Trainer([failure(), TrainStepResponse(), failure(), failure()])
     asked = rewards(clock)
@@ -125,7 +122,6 @@ async def test_success_and_a_resumed_job_count_anew() -> None:
         await asked.trained(request(), trainer)
 
 
-@pytest.mark.anyio
 async def test_what_somebody_must_change_first_pauses_at_once() -> None:
     with pytest.raises(RewardPause, match=r"is gone\. The job is paused as rewards\.judge\.on_failure"):
         await rewards(Clock()).trained(request(), Trainer([failure(permanent=True)]))

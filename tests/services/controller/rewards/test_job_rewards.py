@@ -94,7 +94,6 @@ def samples(count: int) -> list[EncodedSample]:
     return [EncodedSample(b"x", "", "p", sample_id=str(k)) for k in range(count)]
 
 
-@pytest.mark.anyio
 async def test_scores_are_summed_by_weight_and_components_kept() -> None:
     services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
     parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
@@ -121,7 +120,6 @@ async def test_scores_are_summed_by_weight_and_components_kept() -> None:
         lambda sample: reward_pb2.RewardScore(sample_id="another", score=1.0),
     ],
 )
-@pytest.mark.anyio
 async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer) -> None:
     def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
         return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
@@ -135,7 +133,6 @@ async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: A
     await with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}, use)
 
 
-@pytest.mark.anyio
 async def test_calls_respect_the_batch_limit_of_the_service() -> None:
     service = Scripted(scored(1.0), max_batch=4)
 
@@ -146,7 +143,6 @@ async def test_calls_respect_the_batch_limit_of_the_service() -> None:
     assert sorted(service.sizes) == [2, 4, 4]
 
 
-@pytest.mark.anyio
 async def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
     small, whole = (Scripted(scored(1.0), call_bytes=3 * 100, needs_group=needs_group) for needs_group in (False, True))
 
@@ -177,7 +173,6 @@ def grouped(*sizes: int) -> list[EncodedSample]:
     ]
 
 
-@pytest.mark.anyio
 async def test_a_reward_that_wants_groups_gets_each_whole() -> None:
     service = Scripted(scored(1.0), max_batch=4, needs_group=True)
 
@@ -198,7 +193,6 @@ def test_a_group_too_large_for_a_call_is_refused_not_cut() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100])
-@pytest.mark.anyio
 async def test_no_limit_is_no_limit(limit: int) -> None:
     services = {"a": Scripted(scored(1.0), max_batch=limit, needs_group=True), "b": Scripted(scored(1.0), limit)}
 
@@ -219,7 +213,6 @@ async def test_no_limit_is_no_limit(limit: int) -> None:
         ([reward_pb2.MODALITY_IMAGE, reward_pb2.MODALITY_VIDEO], reward_pb2.MODALITY_VIDEO, None),
     ],
 )
-@pytest.mark.anyio
 async def test_a_reward_must_score_what_the_job_makes(
     described: list[Any], modality: reward_pb2.Modality.ValueType, refused: str | None
 ) -> None:
@@ -245,7 +238,6 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
     assert (chosen.rewards, rejected.rewards) == ({"preference": 1.0}, {"preference": 0.0})
 
 
-@pytest.mark.anyio
 async def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
     async def use(job_rewards: Bound) -> None:
         verdicts = await job_rewards.score(samples(1))
@@ -314,7 +306,6 @@ async def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> No
     await asyncio.wait_for(scenario(), 30)
 
 
-@pytest.mark.anyio
 async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.show(*[await replicas.add(max_batch=4) for _ in range(3)])
@@ -326,7 +317,6 @@ async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
@@ -340,7 +330,6 @@ async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_shar
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.directory.rewards = {"jpeg": ()}
@@ -360,7 +349,6 @@ async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
@@ -373,7 +361,6 @@ async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         dead, alive = await replicas.add(), await replicas.add(max_batch=2)
@@ -387,7 +374,6 @@ async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> Non
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         gate = asyncio.Event()
@@ -404,7 +390,6 @@ async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
     async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
@@ -414,7 +399,6 @@ async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
     await with_replicas(use)
 
 
-@pytest.mark.anyio
 async def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
     """Neither for its Describe nor, unknown as it is, for scores."""
 

@@ -50,7 +50,6 @@ def test_few_are_told_at_a_time() -> None:
     assert told == set(names)
 
 
-@pytest.mark.anyio
 async def test_only_the_leader_tells_and_goes_on_after_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deletion_cost, "LOOK_S", 0.01)
     runner: Any = SimpleNamespace(leads=False, fleet_view=lambda: fleet(gone=1, there=2))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -220,7 +219,6 @@ def test_through_any_history_there_is_a_replica_while_the_job_runs(data: st.Data
         assert found["reward", "ocr"].replicas >= 1
 
 
-@pytest.mark.anyio
 async def test_the_hash_is_what_the_leader_wrote_last_and_says_whether_one_writes(redis_url: str) -> None:
     redis = connect(redis_url)
     lease, told = Lease(redis), DemandHash(redis)

@@ -23,7 +23,6 @@ from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.store.leadership import Lease
 from services.controller.store.store import Store
 
-pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
 DEADLINE_S = 5.0
 POOL: Any = ("rollout", "default")

@@ -14,8 +14,6 @@ from flowfleet.redis.client import connect
 from services.controller.store.records import Action, from_epoch, new_job_id
 from services.controller.store.store import Store
 
-pytestmark = pytest.mark.anyio
-
 
 class Clock:
     now = 1_700_000_000.0

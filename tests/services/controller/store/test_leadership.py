@@ -28,7 +28,6 @@ from services.controller.store.leadership import TRY_S, Lease, LeaseLost
 from services.controller.store.store import Store
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
 TTL_S, RENEW_S = 0.6, 0.2
 

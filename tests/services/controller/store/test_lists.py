@@ -15,7 +15,6 @@ from services.controller.store.events import MAX_NOTICES
 from services.controller.store.lists import MAX_POINTS, with_point
 from services.controller.store.store import Store
 
-pytestmark = pytest.mark.anyio
 SPEC = parse_job(
     {
         "name": "signs",

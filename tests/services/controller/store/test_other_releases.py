@@ -18,7 +18,6 @@ from services.controller.limits import Limits
 from services.controller.store.records import FORMAT, UNREADABLE, is_upgraded, spec_digest
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 MakeJob = Callable[..., dict[str, Any]]
 OTHER = "of-tomorrow"
 

@@ -22,7 +22,6 @@ from tests.flowfleet.sentinels import Pair, url_of
 from tests.services.controller.conftest import Api
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 TIMES = {"ttl_s": 0.6, "renew_s": 0.2, "try_s": 0.02}
 
 

@@ -14,7 +14,6 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.store.sample_refs import SampleRefs
 
-pytestmark = pytest.mark.anyio
 JOB = "job"
 SHARED = "negative"
 

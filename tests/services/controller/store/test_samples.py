@@ -13,7 +13,6 @@ from services.controller.store.credits import Trained
 from services.controller.store.records import Order, SampleRecord, new_job_id
 from services.controller.store.store import Store
 
-pytestmark = pytest.mark.anyio
 JOB = new_job_id()
 REWARDS = {(0, 0): 0.5, (0, 1): 0.1, (1, 0): 0.9, (1, 1): None, (2, 0): -1.0, (2, 1): 0.7}
 

@@ -76,7 +76,6 @@ async def released(work: Work, *tasks: Awaitable[list[int]]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.anyio
 async def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_results() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
@@ -87,7 +86,6 @@ async def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_resul
     assert await run(Limits(max_batch=8), scenario) == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
 
 
-@pytest.mark.anyio
 async def test_requests_that_arrive_within_the_wait_are_merged() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         start = time.monotonic()
@@ -98,7 +96,6 @@ async def test_requests_that_arrive_within_the_wait_are_merged() -> None:
     assert await run(Limits(max_batch=8, max_wait_s=0.1), scenario) == [("a", [1, 2, 3])]
 
 
-@pytest.mark.anyio
 async def test_a_full_batch_does_not_wait() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         assert await batcher.submit([1, 2, 3], "a") == [-1, -2, -3]
@@ -106,7 +103,6 @@ async def test_a_full_batch_does_not_wait() -> None:
     assert await run(Limits(max_batch=3, max_wait_s=60.0), scenario) == [("a", [1, 2, 3])]
 
 
-@pytest.mark.anyio
 async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
@@ -116,7 +112,6 @@ async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
     assert (await run(Limits(max_batch=4, max_wait_s=60.0), scenario))[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
 
 
-@pytest.mark.anyio
 async def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
@@ -126,7 +121,6 @@ async def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None
     await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=300)])
 async def test_the_queue_is_bounded(limits: Limits) -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
@@ -141,7 +135,6 @@ async def test_the_queue_is_bounded(limits: Limits) -> None:
     await run(limits, scenario)
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_request_leaves_the_queue() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
@@ -153,7 +146,6 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     assert (await run(Limits(), scenario))[1:] == [("a", [3])]
 
 
-@pytest.mark.anyio
 async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
@@ -164,7 +156,6 @@ async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
     await run(Limits(), scenario)
 
 
-@pytest.mark.anyio
 async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
@@ -175,7 +166,6 @@ async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
     await run(Limits(), scenario)
 
 
-@pytest.mark.anyio
 async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
@@ -190,7 +180,6 @@ async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
     await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
 
 
-@pytest.mark.anyio
 async def test_as_many_batches_run_at_once_as_may() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
@@ -204,7 +193,6 @@ async def test_as_many_batches_run_at_once_as_may() -> None:
     assert (await run(Limits(max_wait_s=0.0), scenario, num_batches=2))[2:] == [("a", [2, 3])]
 
 
-@pytest.mark.anyio
 async def test_draining_waits_for_every_batch_that_runs() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)

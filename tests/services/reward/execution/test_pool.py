@@ -372,7 +372,6 @@ def test_ocr_in_processes_gives_the_same_bits() -> None:
     here.close()
 
 
-@pytest.mark.anyio
 async def test_processes_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
     with reward_process(tmp_path, "--scorer", "jpeg_compressibility", "--processes", "2") as service:
         assert service.metric("flowfleet_reward_processes") == 2

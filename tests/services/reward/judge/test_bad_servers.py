@@ -107,7 +107,6 @@ async def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Serv
         (says("Yes", ("Yes", {"Yes": math.nan})), 2, r"logprobs holds nan, which is no log-probability"),
     ],
 )
-@pytest.mark.anyio
 async def test_a_server_that_cannot_score_makes_the_call_fail(reply: Reply, tries: int, message: str) -> None:
     async with serving(reply) as server:
         run = Run([server.url], timeout_s=2 if reply in (hang, slow_loris) else 20)  # of which connecting is a part
@@ -119,14 +118,12 @@ async def test_a_server_that_cannot_score_makes_the_call_fail(reply: Reply, trie
         assert run.metric("retries_total") == tries - 1
 
 
-@pytest.mark.anyio
 async def test_nobody_listens() -> None:
     with pytest.raises(Unavailable, match=r"http://127.0.0.1:1/v1: cannot connect: .*settings.urls says where"):
         await Run(["http://127.0.0.1:1/v1"]).score()
 
 
 @pytest.mark.parametrize("case", ["foreign", "plain to tls", "tls to plain", "trusted"])
-@pytest.mark.anyio
 async def test_tls(case: str, tmp_path: Path) -> None:
     authority = Authority()
     folder = authority.issue(tmp_path / "tls")
@@ -156,7 +153,6 @@ async def test_tls(case: str, tmp_path: Path) -> None:
         await body()
 
 
-@pytest.mark.anyio
 async def test_a_refused_question_is_the_samples_problem_and_blames_nobody_else() -> None:
     said = b'{"error": {"message": "Requested sample logprobs of 20, which is greater than max allowed: 5"}}'
     (outcome,), server, run = await score_once(status(400, said))
@@ -186,7 +182,6 @@ def refuses_logprobs(code: int, body: bytes) -> Reply:
         ),
     ],
 )
-@pytest.mark.anyio
 async def test_a_server_that_refuses_log_probabilities_is_asked_without_from_then_on(
     code: int, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,7 +207,6 @@ async def test_a_server_that_refuses_log_probabilities_is_asked_without_from_the
         "Requested sample logprobs of 20, which is greater than max allowed: 5",
     ],
 )
-@pytest.mark.anyio
 async def test_a_limit_of_log_probabilities_is_no_refusal_of_them(said: str) -> None:
     (outcome,), server, _ = await score_once(status(400, json.dumps({"error": {"message": said}}).encode()))
     assert isinstance(outcome, Problem)
@@ -220,7 +214,6 @@ async def test_a_limit_of_log_probabilities_is_no_refusal_of_them(said: str) -> 
     assert len(server.asked) == 1
 
 
-@pytest.mark.anyio
 async def test_a_server_that_fails_without_log_probabilities_too_is_asked_for_them_again() -> None:
     said = b'{"error": {"message": "images are not supported, only text and logprobs"}}'
     async with serving(status(400, said)) as server:
@@ -233,14 +226,12 @@ async def test_a_server_that_fails_without_log_probabilities_too_is_asked_for_th
         assert [asked.body.get("top_logprobs") for asked in server.asked] == [20, None] * 2
 
 
-@pytest.mark.anyio
 async def test_log_probabilities_that_are_required_and_refused_make_the_call_fail() -> None:
     reply = refuses_logprobs(422, b'{"detail": "Unsupported fields in the request: {\'logprobs\'}"}')
     with pytest.raises(Unavailable, match=r'gave no log-probabilities .*settings.logprobs be "auto"'):
         await score_once(reply, logprobs="require")
 
 
-@pytest.mark.anyio
 async def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
     (outcome,), _, run = await score_once(says("Yes", YES))
     assert isinstance(outcome, Score)
@@ -254,7 +245,6 @@ async def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("rubric", ["alignment", "preference", "ranking"])
-@pytest.mark.anyio
 async def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the_retry_asks_only_that(
     rubric: str,
 ) -> None:
@@ -278,7 +268,6 @@ async def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the
     await body()
 
 
-@pytest.mark.anyio
 async def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
     def reply(bad: int) -> Reply:
         async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -298,7 +287,6 @@ async def test_unreadable_answers_are_problems_until_there_are_too_many() -> Non
         await body(20)
 
 
-@pytest.mark.anyio
 async def test_a_call_that_failed_for_unreadable_answers_passes_once_they_are_readable() -> None:
     rambles = True
 
@@ -319,7 +307,6 @@ async def test_a_call_that_failed_for_unreadable_answers_passes_once_they_are_re
         assert run.metric("answers_total", outcome="parsed") == 40
 
 
-@pytest.mark.anyio
 async def test_asking_again_what_cannot_be_read_makes_the_share_no_worse() -> None:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         picture = base64.b64decode(asked.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2])
@@ -335,7 +322,6 @@ async def test_asking_again_what_cannot_be_read_makes_the_share_no_worse() -> No
         assert len(server.asked) == 40 + 3 * 3
 
 
-@pytest.mark.anyio
 async def test_retry_after_is_kept() -> None:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         await (status(429, retry_after="0.4") if asked.number == 0 else says("Yes", YES))(asked, writer)
@@ -347,7 +333,6 @@ async def test_retry_after_is_kept() -> None:
     assert time.monotonic() - began >= 0.4
 
 
-@pytest.mark.anyio
 async def test_retries_keep_to_their_budget() -> None:
     async def body() -> tuple[int, float]:
         async with serving(status(500)) as server:
@@ -361,7 +346,6 @@ async def test_retries_keep_to_their_budget() -> None:
     assert refused > 0
 
 
-@pytest.mark.anyio
 async def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> None:
     async with serving(status(500)) as bad, serving(says("Yes", YES)) as good:
         # more retries than calls that the broken one can get: the good one may be full when a question is retried
@@ -373,7 +357,6 @@ async def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> No
         assert run.metric("breaker", server=good.url) == 0
 
 
-@pytest.mark.anyio
 async def test_where_every_server_is_left_alone_questions_fail_at_once_with_the_reason() -> None:
     async with serving(hang) as server:
         run = Run([server.url], breaker_failures=2, concurrency=1, max_retries=0, timeout_s=0.3)
@@ -384,7 +367,6 @@ async def test_where_every_server_is_left_alone_questions_fail_at_once_with_the_
         assert len(server.asked) <= 3
 
 
-@pytest.mark.anyio
 async def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> None:
     async with serving(hang) as server:
         run = Run([server.url], deadline_s=1.0, timeout_s=5, concurrency=2)
@@ -396,7 +378,6 @@ async def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> Non
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.anyio
 async def test_equal_questions_are_asked_once() -> None:
     async with serving(says("Yes", YES)) as server:
         run = Run([server.url])
@@ -409,7 +390,6 @@ async def test_equal_questions_are_asked_once() -> None:
         assert run.metric("cache_total", outcome="hit") == 3
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_call_closes_its_connections_and_frees_its_places() -> None:
     async with serving(hang) as server:
         run = Run([server.url], timeout_s=30)
@@ -425,7 +405,6 @@ async def test_a_cancelled_call_closes_its_connections_and_frees_its_places() ->
         await run.scorer.close()
 
 
-@pytest.mark.anyio
 async def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     _, server, _ = await score_once(says("Yes", YES), api_key_env="JUDGE_KEY", extra={"top_k": 1})

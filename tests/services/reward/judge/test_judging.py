@@ -74,7 +74,6 @@ def pictures(parts: list[Any]) -> list[bytes]:
     return [part for part in parts if isinstance(part, bytes)]
 
 
-@pytest.mark.anyio
 async def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cancels() -> None:
     """The judge prefers greater numbers with P 0.9, and adds 0.08 to whatever comes first."""
 
@@ -95,13 +94,11 @@ async def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cance
     assert scores[0].components["comparisons"] == 2
 
 
-@pytest.mark.anyio
 async def test_a_judge_that_always_prefers_the_first_says_nothing() -> None:
     outcomes = await run(lambda parts: completion("A"), "preference", [sample(b"1"), sample(b"2")])
     assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == pytest.approx([0.0, 0.0])
 
 
-@pytest.mark.anyio
 async def test_a_group_of_one_cannot_be_compared() -> None:
     (outcome,) = await run(lambda parts: completion("A"), "preference", [sample(b"1")])
     assert isinstance(outcome, Problem)
@@ -109,7 +106,6 @@ async def test_a_group_of_one_cannot_be_compared() -> None:
     assert "held-out samples are groups of one" in outcome.message
 
 
-@pytest.mark.anyio
 async def test_rankings_of_shuffled_lists() -> None:
     def say(parts: list[Any]) -> bytes:
         found = pictures(parts)
@@ -128,7 +124,6 @@ def answer(text: bytes, group: str = "g") -> EncodedSample:
     return EncodedSample(text, "text/plain", "What is 2 + 2?", {"answer": "4"}, group, text.decode(errors="replace"))
 
 
-@pytest.mark.anyio
 async def test_answers_are_judged_against_the_reference() -> None:
     asked: list[str] = []
 
@@ -145,7 +140,6 @@ async def test_answers_are_judged_against_the_reference() -> None:
     assert VlmScorer(settings, JudgeMetrics(CollectorRegistry())).modalities == (MODALITY_TEXT,)
 
 
-@pytest.mark.anyio
 async def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
     orders: list[str] = []
     rubric = tmp_path / "pairs.toml"
@@ -163,7 +157,6 @@ async def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
     assert sorted(orders) == asked
 
 
-@pytest.mark.anyio
 async def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
     frames = np.stack([np.full((64, 64, 3), level, np.uint8) for level in range(0, 250, 10)])
     media, media_type = encode_media(frames)
@@ -183,7 +176,6 @@ async def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
     assert outcome.reason == "undecodable"
 
 
-@pytest.mark.anyio
 async def test_an_edit_is_shown_with_its_source() -> None:
     url = f"data:image/png;base64,{base64.b64encode(b'before').decode()}"
 
@@ -206,7 +198,6 @@ async def test_an_edit_is_shown_with_its_source() -> None:
         ("", 0.0, {"exact": 0.0, "distance": 4.0}),
     ],
 )
-@pytest.mark.anyio
 async def test_vlm_ocr_compares_what_was_read(text: str, value: float, components: dict[str, float]) -> None:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         assert shown(asked)[0] == b"1"

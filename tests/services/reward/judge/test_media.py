@@ -28,7 +28,6 @@ def at_most(size_bytes: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-@pytest.mark.anyio
 async def test_of_a_video_one_frame_at_a_time_is_in_memory() -> None:
     frames = np.stack([np.full((256, 256, 3), 2 * level, np.uint8) for level in range(100)])
     media, media_type = encode_media(frames)
@@ -45,7 +44,6 @@ def test_what_waits_to_be_asked_holds_no_base64() -> None:
     assert pybase64.b64encode(picture.data) in request.body
 
 
-@pytest.mark.anyio
 async def test_a_room_holds_so_much_and_lets_in_by_turn() -> None:
     room, inside, order = Room(10), [0], []
 
@@ -61,7 +59,6 @@ async def test_a_room_holds_so_much_and_lets_in_by_turn() -> None:
     assert order == list(range(40))
 
 
-@pytest.mark.anyio
 async def test_who_is_cancelled_leaves_the_room_to_others() -> None:
     room = Room(1)
     async with room.take(1):

@@ -130,7 +130,6 @@ async def score(server: HuggingFaceServer, **changes: Any) -> list[Outcome]:
         await scorer.close()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -143,7 +142,6 @@ async def test_settings_that_it_cannot_serve(server: HuggingFaceServer, changes:
         await score(server, **changes)
 
 
-@pytest.mark.anyio
 async def test_an_answer_off_the_scale_and_a_field_that_it_does_not_know(server: HuggingFaceServer) -> None:
     (rated,) = await score(server, rubric="quality", max_parse_failures=1.0)
     (refused,) = await score(server, extra={"top_k": 1})

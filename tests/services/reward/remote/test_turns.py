@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from services.reward.remote.turns import Turns
 
 
-@pytest.mark.anyio
 async def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
     """Each task takes a turn, then starts another that sends: as a request is sent by a task of its own."""
 
@@ -30,7 +27,6 @@ async def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
     assert await body() == [f"{what} {number}" for number in range(4) for what in ("made", "sent")]
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_one_holds_nobody_up() -> None:
     turns, log = Turns(), list[int]()
 

@@ -107,7 +107,6 @@ async def read(
     return await scenario()
 
 
-@pytest.mark.anyio
 async def test_a_question_has_its_media_decoded_in_their_order(redis_url: str) -> None:
     files = [png(0), (tone(16_000), "audio/wav"), encode_media(noise(1, 8, 12, 6), fps=4.0)]
     found = (await read(redis_url, images=files, sequence=SequenceSampling(8))).inputs
@@ -121,7 +120,6 @@ async def test_a_question_has_its_media_decoded_in_their_order(redis_url: str) -
         await read(redis_url, images=[(b"no sound", "audio/wav")], sequence=SequenceSampling(8))
 
 
-@pytest.mark.anyio
 async def test_media_follow_the_indices_and_images_their_own_order(redis_url: str) -> None:
     group = await read(redis_url, images=[png(0), png(1, 30, 20)], media=[png(2), png(3), png(4)])
     assert group.indices == (3, 4, 5)
@@ -132,7 +130,6 @@ async def test_media_follow_the_indices_and_images_their_own_order(redis_url: st
         assert np.array_equal(np.asarray(image), original[0])
 
 
-@pytest.mark.anyio
 async def test_every_declared_type_is_read(redis_url: str) -> None:
     smooth = np.broadcast_to(np.linspace(0, 255, 32, dtype=np.uint8)[None, :, None], (32, 32, 3))
     for media_type, kind in (("image/png", "PNG"), ("image/jpeg", "JPEG"), ("image/webp", "WEBP")):
@@ -157,7 +154,6 @@ async def test_every_declared_type_is_read(redis_url: str) -> None:
         (encode_media(noise(0, 16, 16, 3)), "condition images must be pictures"),
     ],
 )
-@pytest.mark.anyio
 async def test_what_is_no_picture_is_refused_by_name(redis_url: str, image: File, message: str) -> None:
     with pytest.raises(DataLoss, match=message) as caught:
         await read(redis_url, images=[png(0), image])
@@ -165,13 +161,11 @@ async def test_what_is_no_picture_is_refused_by_name(redis_url: str, image: File
     assert "image:1" in str(caught.value)
 
 
-@pytest.mark.anyio
 async def test_a_video_that_is_too_short_is_no_fault_of_the_request(redis_url: str) -> None:
     with pytest.raises(DataLoss, match=r"group 2: redis:.* its 3 frames are fewer than"):
         await read(redis_url, media=[encode_media(noise(0, 16, 16, 3))], size=Size(16, 16, 5))
 
 
-@pytest.mark.anyio
 async def test_a_large_blob_is_refused_unread_and_a_lost_one_is_not_found(redis_url: str) -> None:
     with pytest.raises(NotFound):
         await read(redis_url, images=[png(0)], lose=True)

@@ -70,7 +70,6 @@ def init_request(folder: str, port: int, size: int, timeout_s: float) -> rollout
         (RuntimeError("illegal address"), RuntimeError),
     ],
 )
-@pytest.mark.anyio
 async def test_only_a_broken_group_makes_a_replica_a_victim(
     failure: Exception, told: type[Exception], folder: str
 ) -> None:
@@ -92,7 +91,6 @@ async def test_only_a_broken_group_makes_a_replica_a_victim(
     trainer.close()
 
 
-@pytest.mark.anyio
 async def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:
     store = TransferStore("127.0.0.1", 1)
     receiver = receiver_with(ValueError())
@@ -103,7 +101,6 @@ async def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: st
     assert not isinstance(caught.value, GroupBroken)
 
 
-@pytest.mark.anyio
 async def test_a_trainer_that_was_replaced_is_refused_in_every_phase(folder: str) -> None:
     """And the newer one's update continues."""
     model = rollout_pb2.ModelSpec(path=folder, dtype="float32")

@@ -191,7 +191,6 @@ def test_victims_alone_get_no_endless_attempts(tiny_qwen_image: Any, monkeypatch
     assert [len(victim.groups) for victim in victims] == [broadcast.MAX_ATTEMPTS] * 2
 
 
-@pytest.mark.anyio
 async def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_published_to_again() -> None:
     """The average of version 0 is the trained weights, and has their digest."""
     client = ReplicaClient(Replica(replica_id="a", address="127.0.0.1:1"), 0.0)
@@ -205,7 +204,6 @@ async def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_
     await client.close()
 
 
-@pytest.mark.anyio
 async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     tiny_qwen_image: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,6 @@ async def by_a_rollout(spec: JobSpec, state: dict[str, torch.Tensor]) -> list[Ge
         await engine.close()
 
 
-@pytest.mark.anyio
 async def test_a_rank_makes_a_rollouts_bits_from_one_copy_of_the_base(worker: Worker) -> None:
     trained = engine_of(worker)
     spec, state = trained.spec, state_of(worker)
@@ -122,7 +121,6 @@ def test_ranks_go_on_together_once_each_holds_the_adapter(worker: Worker, monkey
     assert held_at_meetings == [len(engine_of(worker).trained)]
 
 
-@pytest.mark.anyio
 async def test_an_update_passes_between_two_denoising_steps_and_changes_no_bit(worker: Worker) -> None:
     trained, begun = engine_of(worker), threading.Event()
     seen: list[str] = []

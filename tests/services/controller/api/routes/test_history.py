@@ -6,14 +6,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-import pytest
-
 from flowfleet.api.jobs import Checkpoint
 from services.controller.store.credits import Trained
 from services.controller.store.records import SampleRecord, Validation
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.models_on_disk import write_model
 from tests.services.controller.conftest import Api
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_model_is_served_file_by_file_and_nothing_else(api: Api, job: Any, tmp_path: Path) -> None:

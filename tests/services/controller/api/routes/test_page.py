@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from pydantic import SecretStr
 
 from services.controller.api.routes import page
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_the_page_and_its_files_are_open_and_guarded(settings: ControllerSettings) -> None:

@@ -27,7 +27,6 @@ from services.controller.store.records import SampleRecord, reward_set
 from services.controller.store.shadows import SHADOW_TTL_S
 from tests.services.controller.conftest import Api, serve
 
-pytestmark = pytest.mark.anyio
 MakeJob = Callable[..., dict[str, Any]]
 
 

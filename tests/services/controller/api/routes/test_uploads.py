@@ -24,8 +24,6 @@ from services.controller.retention.keeper import Keeper
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
 
-pytestmark = pytest.mark.anyio
-
 PROMPTS = b'{"prompt": "a red sign", "target": "K7"}\n{"prompt": "a blue sign", "target": "Z3"}\n'
 
 

@@ -27,7 +27,6 @@ from services.controller.votes import pairing
 from services.controller.votes.pairing import is_complete
 from tests.services.controller.conftest import Api, serve
 
-pytestmark = pytest.mark.anyio
 MakeJob = Callable[..., dict[str, Any]]
 
 

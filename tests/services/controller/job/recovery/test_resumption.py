@@ -58,7 +58,6 @@ async def events(running: ScriptedFleet, job_id: str, kind: str) -> list[dict[st
     return [dict(event.data) for event in found if event.type == kind]
 
 
-@pytest.mark.anyio
 async def test_a_trainer_without_any_checkpoint_begins_the_job_anew(
     job: dict[str, Any], redis_url: str, tmp_path: Path
 ) -> None:
@@ -80,7 +79,6 @@ async def test_a_trainer_without_any_checkpoint_begins_the_job_anew(
         assert [one.step for one in await running.store.history.checkpoints(record.id)] == [STEPS]
 
 
-@pytest.mark.anyio
 async def test_what_a_trainer_set_aside_is_an_event_once(
     job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +111,6 @@ async def test_what_a_trainer_set_aside_is_an_event_once(
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
-@pytest.mark.anyio
 async def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
     code: grpc.StatusCode, job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +131,6 @@ async def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words
         assert record.reason == "EnsureTrainer: the trainer ended: OutOfMemoryError: tried to allocate 2 GiB"
 
 
-@pytest.mark.anyio
 async def test_the_words_of_a_trainer_that_ends_in_a_step_are_heard_though_the_next_one_clears_them(
     job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +166,6 @@ async def test_the_words_of_a_trainer_that_ends_in_a_step_are_heard_though_the_n
         assert record.reason == "TrainStep: the trainer ended: rank 1: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
-@pytest.mark.anyio
 async def test_a_trainer_that_starts_while_the_last_words_are_read_is_not_lost(
     job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +211,6 @@ def test_people_are_waited_for_by_who_needs_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "event"])
-@pytest.mark.anyio
 async def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled(
     kind: str, job: dict[str, Any], redis_url: str, tmp_path: Path
 ) -> None:
@@ -235,7 +229,6 @@ async def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled
         assert (await running.reached(record.id, lambda found: found.status.terminal)).status == "cancelled"
 
 
-@pytest.mark.anyio
 async def test_a_ledger_without_a_format_is_of_the_first(redis_url: str) -> None:
     async def run() -> Machine:
         redis = connect(redis_url)
@@ -251,7 +244,6 @@ async def test_a_ledger_without_a_format_is_of_the_first(redis_url: str) -> None
 
 
 @pytest.mark.long
-@pytest.mark.anyio
 async def test_a_local_trainer_leaves_its_words_with_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,6 @@ def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> N
         assert parse(spec.model_dump(mode="json")) == spec
 
 
-@pytest.mark.anyio
 async def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
     spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
     with pytest.raises(InvalidJob) as refused:
@@ -65,7 +64,6 @@ async def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() 
     assert any(problem.startswith(message) for problem in refused.value.problems)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["none", "x" * 5000])
 async def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
     sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
@@ -97,7 +95,6 @@ async def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_
         ({"rollout": {"pool": "h200"}}, "rollout.pool = 'h200': this fleet has no such pool; it has: a, b"),
     ],
 )
-@pytest.mark.anyio
 async def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str, Any], problem: str) -> None:
     directory = StaticDirectory({"ocr": "x:1", "jpeg": "x:2"})
     directory.pools = {"b", "a"}

@@ -15,7 +15,6 @@ from flowfleet.media.files import MediaLimits
 from services.controller.jobs.submission.data_checks import MAX_LINES
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
 
 

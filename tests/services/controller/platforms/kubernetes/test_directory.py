@@ -134,7 +134,6 @@ async def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return await asyncio.wait_for(scenario(), 10)
 
 
-@pytest.mark.anyio
 async def test_a_watch_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     first = [("ADDED", item("b", 5)), ("DELETED", item("a", 6)), ("BOOKMARK", item("", 9))]
     api = ScriptedApi([([item("a", 1)], 3)], [first, [("MODIFIED", item("c", 12))]])
@@ -142,14 +141,12 @@ async def test_a_watch_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert api.versions == ["3", "9", "12"]
 
 
-@pytest.mark.anyio
 async def test_one_that_is_too_old_begins_with_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     api = ScriptedApi([([item("a", 1)], 3), ([item("d", 20)], 21)], [[("ADDED", item("b", 5)), Gone("too old")]])
     assert await follow(api, monkeypatch) == {"d"}
     assert api.versions == ["3", "21"]
 
 
-@pytest.mark.anyio
 async def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     away = Unavailable("no answer")
     api = ScriptedApi([away, ([item("a", 1)], 3), away, away, ([item("e", 30)], 31)], [[away]])
@@ -157,7 +154,6 @@ async def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkey
     assert api.versions == ["3", "31"]
 
 
-@pytest.mark.anyio
 async def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,7 +175,6 @@ async def _token(settings: Configuration) -> Any:
     return await settings.get_api_key_with_prefix("BearerToken")
 
 
-@pytest.mark.anyio
 async def test_a_rotated_token_is_taken_up(tmp_path: Path) -> None:
     """The client's own, on which a controller that runs for longer than an hour depends."""
     token, certificate = tmp_path / "token", tmp_path / "ca.crt"

@@ -42,7 +42,6 @@ async def ensure(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 429])
-@pytest.mark.anyio
 async def test_what_people_can_grant_is_waited_for_with_the_servers_words(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,14 +53,12 @@ async def test_what_people_can_grant_is_waited_for_with_the_servers_words(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-@pytest.mark.anyio
 async def test_a_job_that_can_never_be_one_is_the_jobs_failure(status: int) -> None:
     with pytest.raises(ValueError, match=rf"refuses \({status}, jobs\): spec.template: no"):
         await ensure(problem(JOBS, status, b'{"message": "spec.template: no"}'))
 
 
 @pytest.mark.parametrize(("pod", "grace_s"), [({"terminationGracePeriodSeconds": 300}, 300.0), ({}, 30.0)])
-@pytest.mark.anyio
 async def test_pods_get_their_grace_period_to_end(
     pod: dict[str, Any], grace_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +78,6 @@ async def test_pods_get_their_grace_period_to_end(
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.anyio
 async def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     deleted: list[tuple[str, int | None]] = []
 
@@ -103,7 +99,6 @@ async def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypa
     assert deleted == [*([("t-0", 1)] if at_once else []), ("t", None)]
 
 
-@pytest.mark.anyio
 async def test_the_termination_message_is_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
     def pod(index: int, **status: Any) -> dict[str, Any]:
         place = {"batch.kubernetes.io/job-completion-index": str(index)}

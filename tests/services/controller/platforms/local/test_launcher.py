@@ -40,7 +40,6 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     return LocalLauncher(tmp_path)
 
 
-@pytest.mark.anyio
 async def test_a_trainer_is_adopted_by_the_next_controller(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
 ) -> None:
@@ -54,7 +53,6 @@ async def test_a_trainer_is_adopted_by_the_next_controller(
     assert not await launcher.alive("job")
 
 
-@pytest.mark.anyio
 async def test_a_killed_trainer_is_noticed_and_started_again(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
 ) -> None:
@@ -94,7 +92,6 @@ def cancelled_at(wanted: int, coroutine: Coroutine[Any, Any, Any]) -> Generator[
     raise AssertionError
 
 
-@pytest.mark.anyio
 async def test_a_start_that_is_cancelled_anywhere_leaves_no_trainer_to_another_job(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +116,6 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_trainer_to_another_j
             return
 
 
-@pytest.mark.anyio
 async def test_a_trainer_runs_nothing_where_its_record_cannot_be_written(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +130,6 @@ async def test_a_trainer_runs_nothing_where_its_record_cannot_be_written(
     assert not (tmp_path / "trainers" / "job.port.rank0").exists()
 
 
-@pytest.mark.anyio
 async def test_a_trainer_is_not_handed_the_controllers_secrets(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +150,6 @@ async def test_a_trainer_is_not_handed_the_controllers_secrets(
     assert not {*own.values()} & {*given.values()}
 
 
-@pytest.mark.anyio
 async def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: LocalLauncher, tmp_path: Path) -> None:
     (tmp_path / "trainers").mkdir()
     (tmp_path / "trainers" / "job.json").touch()
@@ -163,7 +157,6 @@ async def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: Loca
     await launcher.keep_only([])
 
 
-@pytest.mark.anyio
 async def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     await launcher.ensure("job", spec)
     child = int((tmp_path / "trainers" / "job.port.child").read_text())
@@ -190,7 +183,6 @@ def half_ended() -> int:
     return process.pid
 
 
-@pytest.mark.anyio
 async def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
     """The agent of torchrun sometimes ends like this: it no longer runs and cannot be waited for yet."""
     pid = half_ended()
@@ -201,7 +193,6 @@ async def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher:
         os.kill(pid, 0)
 
 
-@pytest.mark.anyio
 async def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     await launcher.ensure("kept", spec)
     await launcher.ensure("left", spec)
@@ -212,7 +203,6 @@ async def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: J
     assert not await launcher.alive("kept")
 
 
-@pytest.mark.anyio
 async def test_a_trainer_that_ends_while_starting_names_its_log(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +212,6 @@ async def test_a_trainer_that_ends_while_starting_names_its_log(
     assert "no GPU" in (tmp_path / "jobs/job/logs/trainer.log").read_text()
 
 
-@pytest.mark.anyio
 async def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
     confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
@@ -231,14 +220,12 @@ async def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spe
     assert (tmp_path / "trainers" / "job.port.devices").read_text() == "5,2"
 
 
-@pytest.mark.anyio
 async def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, spec: JobSpec) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
     with pytest.raises(ValueError, match=r"trainer.world_size = 2: .* 1 accelerators here \(3\).*set it to at most 1"):
         await LocalLauncher(tmp_path, devices=("3",)).ensure("job", two)
 
 
-@pytest.mark.anyio
 async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
 ) -> None:
@@ -262,7 +249,6 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.anyio
 async def test_trainers_live_on_without_the_process_that_they_were_forked_from(
     launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -281,7 +267,6 @@ async def test_trainers_live_on_without_the_process_that_they_were_forked_from(
     await asyncio.wait_for(scenario(), 30)
 
 
-@pytest.mark.anyio
 async def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     async def scenario() -> float:
         await launcher.ensure("job", spec)
@@ -296,7 +281,6 @@ async def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec
     assert await asyncio.wait_for(scenario(), 30) < 5
 
 
-@pytest.mark.anyio
 async def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
     directory = tmp_path / "trainers"
     directory.mkdir()
