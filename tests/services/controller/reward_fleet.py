@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -75,25 +76,32 @@ class Fleet:
         return self.registry.get_sample_value(f"flowfleet_controller_reward_{name}_total", labels) or 0.0
 
 
-def with_services(
-    services: dict[str, Any], use: Callable[[Fleet], Awaitable[None]], addresses: dict[str, str] | None = None
-) -> None:
-    """Each is a servicer, or a function from method to handler."""
+@asynccontextmanager
+async def served(services: dict[str, Any]) -> AsyncIterator[dict[str, str]]:
+    """The addresses of these servicers; a service may also be a function from method to handler."""
+    servers, addresses = [], {}
+    for name, service in services.items():
+        server = grpc.aio.server()
+        if isinstance(service, reward_pb2_grpc.RewardServiceServicer):
+            reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+        else:
+            server.add_generic_rpc_handlers((service,))
+        addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    try:
+        async with asyncio.timeout(60):
+            yield addresses
+    finally:
+        await asyncio.gather(*(server.stop(None) for server in servers))
 
-    async def scenario() -> None:
-        servers, found = [], dict(addresses or {})
-        for name, service in services.items():
-            server = grpc.aio.server()
-            if isinstance(service, Service):
-                reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
-            else:
-                server.add_generic_rpc_handlers((service,))
-            found[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            await server.start()
-            servers.append(server)
-        registry = CollectorRegistry()
+
+@asynccontextmanager
+async def with_services(services: dict[str, Any], addresses: dict[str, str] | None = None) -> AsyncIterator[Fleet]:
+    registry = CollectorRegistry()
+    async with served(services) as found:
         job_rewards = JobRewards(
-            StaticDirectory(found),
+            StaticDirectory(found | (addresses or {})),
             20.0,
             calls=RewardCalls(registry),
             patience_s=PATIENCE_S,
@@ -102,12 +110,9 @@ def with_services(
         )
         fleet = Fleet(job_rewards, registry)
         try:
-            await use(fleet)
+            yield fleet
         finally:
             await job_rewards.close()
-            await asyncio.gather(*(server.stop(None) for server in servers))
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def samples(*names: str, size: int = 1) -> list[EncodedSample]:

@@ -265,12 +265,16 @@ class ScriptedFleet:
         await self.runner.start()
 
     async def run(self, job: dict[str, Any]) -> JobRecord:
-        """A job to its end."""
-        record = await self.submit(job)
-        while not record.status.terminal:
-            await asyncio.sleep(0.02)
-            record = await self.store.jobs.get(record.id)
+        """A job to its good end."""
+        return await self.succeeded((await self.submit(job)).id)
+
+    async def succeeded(self, job_id: str) -> JobRecord:
+        record = await self.ended(job_id)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
         return record
+
+    async def ended(self, job_id: str) -> JobRecord:
+        return await self.reached(job_id, lambda record: record.status.terminal)
 
     async def submit(self, job: dict[str, Any]) -> JobRecord:
         record, _ = await self.store.jobs.create(parse_job(job))
@@ -326,7 +330,8 @@ async def scripted_fleet(
     fleet = ScriptedFleet(rollout, trainer, dict(rewards), store, make_runner(), blobs, redis, make_runner)
     await fleet.runner.start()
     try:
-        yield fleet
+        async with asyncio.timeout(300):
+            yield fleet
     finally:
         renewing.cancel()
         await fleet.runner.stop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,13 @@ from tests.e2e.matrix.choice import least_settings
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
 from tests.waiting import until
 
-Use = Callable[[ScriptedFleet], Awaitable[None]]
-Run = Callable[..., Awaitable[None]]
+Run = Callable[..., AbstractAsyncContextManager[ScriptedFleet]]
 
 
 @pytest.fixture
 def run(redis_url: str, tmp_path: Path) -> Run:
-    """Starts a fleet with rewards and hands it to a coroutine function."""
-
-    async def start(use: Use, **rewards: ScriptedReward) -> None:
-        async def scenario() -> None:
-            async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
-                await use(fleet)
-
-        await asyncio.wait_for(scenario(), 60)
-
-    return start
+    """Starts a fleet with these rewards."""
+    return lambda **rewards: scripted_fleet(redis_url, tmp_path / "state", rewards)
 
 
 @pytest.fixture
@@ -81,10 +73,10 @@ async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: 
         rewards={"small": {"weight": 1.0}, "large": {"weight": 2.0}},
         rollout={"prompts_per_step": 2, "group_size": 4, "window": {"strategy": "progressive", "shift_every": 2}},
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(
+        small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample))
+    ) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_trained"] == 16
         assert record.results["samples_dropped"] == {}
         assert {request.record for request in fleet.rollout.requests} == {common_pb2.RECORD_STEPS}
@@ -97,8 +89,6 @@ async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: 
             assert [place[:2] for place in places(request)] == [(g, i) for g in range(2) for i in range(4)]
             np.testing.assert_allclose([s.advantage for s in request.samples], expected, rtol=1e-9)
 
-    await run(use, small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample)))
-
 
 async def test_an_average_is_validated_and_never_sampled_with(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
@@ -107,16 +97,12 @@ async def test_an_average_is_validated_and_never_sampled_with(
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("d\ne\n")
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, data={"validation": str(held_out)})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["held_out_reward"] is not None
         for request in fleet.rollout.requests:
             assert request.evaluated == (request.purpose == common_pb2.PURPOSE_VALIDATE)
         assert dict.fromkeys(fleet.trainer.published) == dict.fromkeys([(0, True), (0, False), (1, False), (2, True)])
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -128,10 +114,8 @@ async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dic
         rewards={"ocr": {}, "whole": {}},
         schedule={"steps": 0, "validation_samples": 4},
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert (record.results["samples_trained"], record.results["model"]) == (0, None)
         assert record.results["held_out_reward"] == 2 * (0.0 + 0.25 + 0.5 + 0.75) / 4
         assert (fleet.trainer.steps, fleet.trainer.saves, fleet.trainer.exports) == ([], [], [])
@@ -146,8 +130,6 @@ async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dic
         again = await fleet.run(settings)
         repeated, _ = await fleet.store.samples.page(again.id, purpose="validate", limit=50)
         assert [sample.seed for sample in repeated] == [sample.seed for sample in samples]
-
-    await run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
 
 
 SAMPLING_FLOWS = [
@@ -164,10 +146,8 @@ async def test_every_algorithm_runs_to_its_end(
     algorithm = {"name": name, **least_settings(ALGORITHMS[name], str(tmp_path / "teacher"))}
     settings = job(algorithm=algorithm, rewards={"ocr": {}}, schedule={"steps": 2, "max_staleness": 1})
     spec = parse_job(settings)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         kept = common_pb2.RECORD_STEPS if spec.records_steps else common_pb2.RECORD_FINAL
         for request in fleet.rollout.requests:
             assert request.record == kept
@@ -178,17 +158,13 @@ async def test_every_algorithm_runs_to_its_end(
         assert record.results["samples_trained"] == trained
         assert sum(record.results["samples_dropped"].values()) == 16 - trained
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
     settings = job(algorithm={"name": "online_dpo"}, rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(same_in_step_0)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         first, second = fleet.trainer.steps
         assert places(first) == []
         assert places(second) == [(0, 3, 0, 1.0), (0, 0, 0, -1.0), (1, 3, 0, 1.0), (1, 0, 0, -1.0)]
@@ -202,8 +178,6 @@ async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
         assert [row["critic/advantages/max"] for row in rows] == [0, 1]
         assert [row["critic/rewards/zero_std_ratio"] for row in rows] == [1, 0]
         assert record.progress.samples_dropped == {"not_in_a_pair": 12}
-
-    await run(use, ocr=ScriptedReward(same_in_step_0))
 
 
 async def test_given_preferences_are_encoded_never_scored(
@@ -221,10 +195,8 @@ async def test_given_preferences_are_encoded_never_scored(
         rollout={"prompts_per_step": 2, "group_size": 2, "batch_size": 8},
         rewards={"ocr": {}},
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         for request in fleet.trainer.steps:
             assert places(request) == [(0, 0, 0, 1.0), (0, 1, 0, -1.0), (1, 0, 0, 1.0), (1, 1, 0, -1.0)]
         training = [r for r in fleet.rollout.requests if r.purpose == common_pb2.PURPOSE_TRAIN]
@@ -243,8 +215,6 @@ async def test_given_preferences_are_encoded_never_scored(
         assert sum(fleet.rewards["ocr"].sizes) == 2 * 3  # the validations before and after
         assert record.progress.held_out_reward == 0.0
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_condition_images_go_along_and_are_stored_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
@@ -255,10 +225,8 @@ async def test_condition_images_go_along_and_are_stored_once(
     for name in ("same.png", "0.webp", "1.webp"):
         (tmp_path / name).write_bytes(name.encode())
     settings = job(data={"train": str(prompts), "validation": str(prompts)}, rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert len(fleet.rollout.images) == 2 * 2 + 2 * 2  # two steps, two validations
         for request in fleet.rollout.requests:
             for group in request.groups:
@@ -270,8 +238,6 @@ async def test_condition_images_go_along_and_are_stored_once(
             for kind in ("condition", "trajectory", "negative_embeds"):
                 while await fleet.blob_keys(record.id, kind):
                     await asyncio.sleep(0.02)
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 async def test_a_preference_whose_file_is_gone_costs_its_own_group(
@@ -288,10 +254,8 @@ async def test_a_preference_whose_file_is_gone_costs_its_own_group(
         data={"train": str(pairs)},
         rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 6},
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run() as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert [len(request.samples) for request in fleet.trainer.steps] == [4, 4]
         assert record.results["samples_trained"] == 8
         assert record.results["samples_dropped"] == {"rollout_failed": 4}
@@ -302,8 +266,6 @@ async def test_a_preference_whose_file_is_gone_costs_its_own_group(
         assert len(reasons) == 2
         assert all("b-.png, which does not exist" in reason for reason in reasons)
 
-    await run(use)
-
 
 async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -311,8 +273,7 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
     """Gone before it was scored, gone before it was trained, and not what was written; each once."""
     to_lose = {("media", 0, 0, 1), ("trajectory", 0, 1, 2), ("prompt_embeds", 1, 0, 3), ("negative_embeds", 1, 1, 0)}
     to_flip = {("trajectory", 1, 0, 0), ("media", 1, 1, 2)}
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         put = fleet.rollout._put
 
         async def losing(request: Any, kind: str, group: Any, index: int, data: bytes) -> common_pb2.BlobRef:
@@ -329,7 +290,6 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
         monkeypatch.setattr(fleet.rollout, "_put", losing)
         fleet.trainer.reads = True
         record = await fleet.run(job(rewards={"ocr": {}}))
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert not to_lose
         assert not to_flip
         assert [len(request.samples) for request in fleet.trainer.steps] == [8, 8]
@@ -345,8 +305,6 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
         ]
         assert sorted(lost) == sorted("/".join(map(str, place)) for place in again)
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,16 +316,12 @@ async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
         (tmp_path / f"{name}.png").write_bytes(name.encode())
     rollout = {"prompts_per_step": 2, "group_size": 4, "batch_size": 8, "max_refills": 3}
     settings = job(data={"train": str(prompts)}, rewards={"ocr": {}}, rollout=rollout)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.broken = b"bad"
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert [len(request.samples) for request in fleet.trainer.steps] == [4, 4]
         assert record.results["samples_trained"] == 8
         assert record.results["samples_dropped"] == {"rollout_failed": 2 * (4 + 3)}
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 @pytest.mark.parametrize(
@@ -394,17 +348,13 @@ async def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
     validation: tuple[str, int],
 ) -> None:
     settings = job(**parts, data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
-        record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
+        await fleet.run(settings)
         asked: dict[bool, set[tuple[str, int]]] = {True: set(), False: set()}
         for request in fleet.rollout.requests:
             is_training = request.purpose == common_pb2.PURPOSE_TRAIN
             asked[is_training].add((request.sampling.sampler, request.noise.tail_steps))
         assert asked == {True: {training}, False: {validation}}
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 async def test_each_step_and_each_validation_is_told_once(
@@ -412,8 +362,7 @@ async def test_each_step_and_each_validation_is_told_once(
 ) -> None:
     """An event has the distribution of rewards and advantages, and metrics.jsonl a line."""
     settings = job(data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
         told = [event.data for event in await fleet.store.events.read(record.id, limit=1000) if event.type == "trained"]
         assert [data["step"] for data in told] == [0, 1]
@@ -430,8 +379,6 @@ async def test_each_step_and_each_validation_is_told_once(
             figures = {name: value for name, value in line.items() if name not in ("step", "version", "time")}
             assert figures.items() <= rows[number].items()
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_gradients_that_a_trainer_kept_go_with_the_job(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -444,15 +391,11 @@ async def test_gradients_that_a_trainer_kept_go_with_the_job(
 
     plain = ScriptedTrainer.TrainStep
     monkeypatch.setattr(ScriptedTrainer, "TrainStep", keeping)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(job(rewards={"ocr": {}}, algorithm={"name": "srpo"}))
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         checkpoints = tmp_path / "state/jobs" / record.id / "checkpoints"
         assert checkpoints.is_dir()
         await until(lambda: not (checkpoints / "gradients").exists())
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 async def test_videos_go_to_rewards_that_score_videos(
@@ -461,10 +404,9 @@ async def test_videos_go_to_rewards_that_score_videos(
     size = {"prompts_per_step": 2, "group_size": 4, "num_frames": 9, "embedded_guidance": 3.0, "condition_pixels": 512}
     good = job(rollout=size, rewards={"motion": {}}, data={"validation": str(tmp_path / "prompts.txt")})
     bad = job(rollout=size, rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    video = ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_VIDEO], needs_group=True, max_batch_size=4)
+    async with run(motion=video, ocr=ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_IMAGE])) as fleet:
         record = await fleet.run(good)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         sampling = [request.sampling for request in fleet.rollout.requests]
         assert {(s.num_frames, s.embedded_guidance, s.condition_pixels) for s in sampling} == {(9, 3.0, 512)}
         assert {sample.media_type for sample in (await fleet.store.samples.page(record.id))[0]} == {"video/mp4"}
@@ -479,27 +421,21 @@ async def test_videos_go_to_rewards_that_score_videos(
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "rewards.ocr does not score videos" in record.reason
 
-    video = ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_VIDEO], needs_group=True, max_batch_size=4)
-    await run(use, motion=video, ocr=ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_IMAGE]))
-
 
 async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.driver.MAX_FAILURES", 2)
     settings = job(rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.refuses = True
         record = await fleet.submit(settings)
         record = await fleet.reached(record.id, lambda record: record.reason != "")
         assert record.status is JobStatus.RUNNING
         assert record.reason == "Generate is tried again: the text encoder is missing"
         fleet.rollout.refuses = False
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        record = await fleet.ended(record.id)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
@@ -507,8 +443,7 @@ async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
 ) -> None:
     monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.5)
     settings = job(rewards={"ocr": {}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.refuses = True
         record = await fleet.submit(settings)
         await fleet.reached(record.id, lambda _: fleet.rollout.version == 0)
@@ -518,10 +453,8 @@ async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
         assert record.status is JobStatus.RUNNING
         assert record.reason == "Generate is tried again: pool 'default' has no live rollout replica"
         fleet.rollout.refuses = fleet.rollout.drains = False
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        record = await fleet.ended(record.id)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 @pytest.mark.parametrize("action", ["resume", "cancel"])
@@ -530,8 +463,7 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
 ) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
     settings = job(rewards={"ocr": {}}, rollout=rollout)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.trainer.metrics = {0: {LOG_PROB_GAP: 3e-4}, 1: {LOG_PROB_GAP: 5e-5}}
         record = await fleet.submit(settings)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
@@ -541,7 +473,7 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         assert (await fleet.store.jobs.get(record.id)).status is JobStatus.PAUSED
         assert len(fleet.trainer.steps) == 1
         await fleet.store.jobs.request(record.id, action)
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        record = await fleet.ended(record.id)
         assert (record.status, record.reason) == (
             (JobStatus.SUCCEEDED, "") if action == "resume" else (JobStatus.CANCELLED, "")
         )
@@ -549,26 +481,21 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         assert rows[0][LOG_PROB_GAP] == 3e-4
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.trainer.metrics = {0: {LOG_PROB_NOT_FINITE: 1.0}}  # of no row is there a gap
         record = await fleet.submit(job(rewards={"ocr": {}}, rollout=rollout))
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "NaN or infinite in 100.00% of the rows" in record.reason
         assert len(fleet.trainer.steps) == 1
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_deterministic_job_pauses_while_several_devices_share_its_samples(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.num_devices = 4
         await fleet.rollout.announce()
         record = await fleet.submit(job(rewards={"ocr": {}}, trainer={"deterministic": True}))
@@ -577,10 +504,8 @@ async def test_a_deterministic_job_pauses_while_several_devices_share_its_sample
         fleet.rollout.num_devices = 1
         await fleet.rollout.announce()
         await fleet.store.jobs.request(record.id, "resume")
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        record = await fleet.ended(record.id)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 @pytest.mark.parametrize("hacks", [True, False])
@@ -598,8 +523,7 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
         group = int(sample.sample_id.split("/")[2])
         return (0.9 - 0.5 * len(trained) if hacks else 0.1 + 0.1 * len(trained)) + 0.1 * (group % 2)
 
-    async def use(fleet: ScriptedFleet) -> None:
-        nonlocal trained
+    async with run(ocr=ScriptedReward(by_index), people=ScriptedReward(liked)) as fleet:
         trained = fleet.trainer.steps
         record = await fleet.submit(settings)
         if hacks:
@@ -609,13 +533,10 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
             await fleet.store.jobs.request(record.id, "resume")  # it continues to the next validation
             record = await fleet.reached(record.id, lambda record: "version 2: " in record.reason)
             await fleet.store.jobs.request(record.id, "resume")  # and the last one pauses no job
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         found = [row.values["val/disagreement"] for row in await fleet.store.history.validations(record.id)]
         assert found[0] == 0.0
         assert all(value is not None and value > 5 for value in found[1:]) if hacks else found[1:] == [0.0] * 3
-
-    await run(use, ocr=ScriptedReward(by_index), people=ScriptedReward(liked))
 
 
 async def test_a_job_pauses_when_its_held_out_reward_falls(
@@ -636,20 +557,16 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(
             return 0.1 if sample.prompt == "held out 0" else float("nan")
         return score
 
-    async def use(fleet: ScriptedFleet) -> None:
-        nonlocal trained
+    async with run(ocr=ScriptedReward(broken_once)) as fleet:
         trained = fleet.trainer.steps
         record = await fleet.submit(settings)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "version 2: since version 0 the held-out reward has lost" in record.reason
         await fleet.store.jobs.request(record.id, "resume")
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         found = [row.values.get("val/reward_drop") for row in await fleet.store.history.validations(record.id)]
         assert [value is not None and value > 5 for value in found] == [False, False, True, False, False]
         assert found[1] is None, "one of three samples says nothing"
-
-    await run(use, ocr=ScriptedReward(broken_once))
 
 
 async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
@@ -659,11 +576,9 @@ async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
         data={"validation": str(tmp_path / "prompts.txt")},
         rewards={"ocr": {}, "judge": {"weight": 0.0, "held_out_only": True}},
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index), judge=ScriptedReward(lambda sample: 0.5)) as fleet:
         record = await fleet.submit(settings)
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         assert (sum(fleet.rewards["ocr"].sizes), sum(fleet.rewards["judge"].sizes)) == (2 * 8 + 2 * 3, 2 * 3)
         rows = [row.values for row in await fleet.store.history.metrics(record.id)]
         assert [row["val-core/rewards/judge/mean"] for row in rows if "val/reward" in row] == [0.5, 0.5]
@@ -671,22 +586,17 @@ async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
         assert "critic/rewards/ocr/mean" in told
         assert not [name for name in told if "judge" in name], "of training it says nothing"
 
-    await run(use, ocr=ScriptedReward(by_index), judge=ScriptedReward(lambda sample: 0.5))
-
 
 async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
     settings = job(rewards={"ocr": {}}, trainer={"world_size": 2})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.submit(settings)
         await fleet.reached(record.id, lambda record: record.status is JobStatus.SUCCEEDED)
         rows = {row.step: row.values for row in await fleet.store.history.metrics(record.id)}
         one_replica, step_s = 1, rows[0]["timing_s/step"] or 0.0
         assert rows[0]["perf/throughput"] == pytest.approx(8 / step_s / (2 + one_replica))
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 class SlowReward(ScriptedReward):
@@ -716,13 +626,9 @@ async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     settings = job(
         rollout={"prompts_per_step": 8}, schedule={"steps": 1}, rewards={"ocr": {}}, timeouts={"score_s": 2.0}
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=slow) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {}
-
-    await run(use, ocr=slow)
     assert slow.sizes == [4] * 8
     assert slow.most_here == 8
 

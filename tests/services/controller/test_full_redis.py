@@ -161,7 +161,7 @@ async def test_running_jobs_pause_above_the_higher_watermark(
         fleet.runner._memory._keep = fleet.runner._keeper._keep = Keep()  # somebody made room
         await fleet.store.jobs.request(record.id, "resume")
         async with asyncio.timeout(20):
-            record = await fleet.reached(record.id, lambda job: job.status.terminal)
+            record = await fleet.ended(record.id)
         assert (record.status, record.progress.samples_trained) == (JobStatus.SUCCEEDED, 4)
 
 
@@ -191,7 +191,6 @@ async def soak(
         for number in range(1, jobs + 1):
             fleet.trainer.steps.clear()
             record = await fleet.run(job)
-            assert record.status is JobStatus.SUCCEEDED, record.reason
             if number in (first, jobs):
                 await until(partial(ended, f"job {record.id}"))
                 seen.append(await settled(fleet))

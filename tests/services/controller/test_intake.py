@@ -13,7 +13,7 @@ from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.job.machine import events as ev
-from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
+from tests.services.controller.scripted import ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
 from tests.waiting import until
 
@@ -48,8 +48,7 @@ async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothin
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         publish = TrajectoryStream.publish
 
         async def forging(stream: TrajectoryStream, sample: common_pb2.Sample) -> str:
@@ -70,8 +69,6 @@ async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothin
         assert record.results["duplicates"] == 0
         assert {item.sample.id.job_id for request in fleet.trainer.steps for item in request.samples} == {record.id}
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
     run: Run, job: Callable[..., dict[str, Any]]
@@ -84,7 +81,7 @@ async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_st
             await scoring.wait()
             return await super().Score(request, context)
 
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=WaitingReward(by_index)) as fleet:
         record = await fleet.submit(job(rewards={"ocr": {}}))
         while not (driver := fleet.runner._running.get(record.id)) or not driver.machine.state.batches:
             await asyncio.sleep(0.02)
@@ -104,16 +101,13 @@ async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_st
         record = await fleet.reached(record.id, lambda now: now.status is JobStatus.SUCCEEDED)
         assert record.results["samples_trained"] == 16
 
-    await run(use, ocr=WaitingReward(by_index))
-
 
 async def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample that it befell once is made again; one that it befalls each time is dropped."""
     forged: list[int] = []
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         put = fleet.rollout._put
 
         async def forging(request: Any, kind: str, group: Any, index: int, data: bytes) -> common_pb2.BlobRef:
@@ -130,5 +124,3 @@ async def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
         assert forged == [1, 2, 2, 2, 2]
         assert record.results["samples_dropped"] == {"lost": 1}
         assert [len(request.samples) for request in fleet.trainer.steps] == [8, 8]
-
-    await run(use, ocr=ScriptedReward(by_index))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,17 @@ from flowfleet.errors import Conflict
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import reward_pb2
 from services.controller.job.reporting.reports import best_steps
-from services.controller.store.records import JobRecord, Validation
+from services.controller.store.records import Validation
 from tests.models_on_disk import write_model
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
-Use = Callable[[ScriptedFleet], Awaitable[None]]
+Run = Callable[..., AbstractAsyncContextManager[ScriptedFleet]]
 
 
 @pytest.fixture
-def run(redis_url: str, tmp_path: Path) -> Callable[..., Awaitable[None]]:
-    """Starts a fleet with one reward, `ocr`, and hands it to a coroutine function."""
-
-    async def start(use: Use, reward: ScriptedReward, **settings: Any) -> None:
-        async def scenario() -> None:
-            async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}, **settings) as fleet:
-                await use(fleet)
-
-        await asyncio.wait_for(scenario(), 60)
-
-    return start
+def run(redis_url: str, tmp_path: Path) -> Run:
+    """Starts a fleet with one reward, `ocr`."""
+    return lambda reward, **settings: scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}, **settings)
 
 
 @pytest.fixture
@@ -96,14 +88,12 @@ def test_the_best_need_what_can_be_compared(
         parse_job(settings)
 
 
-async def test_the_best_stay_and_the_card_tells_the_training(
-    run: Callable[..., Awaitable[None]], job: Callable[..., Any]
-) -> None:
+async def test_the_best_stay_and_the_card_tells_the_training(run: Run, job: Callable[..., Any]) -> None:
     settings = job(schedule={"keep_best": 1}, rewards={"ocr": {"gate": {"below": 0.1}}})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    reward = by_version(0.25, 0.75, 0.5, 0.5)
+    reward.described = {"name": "ScriptedReward", "version": "1"}
+    async with run(reward) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert [list(request.keep) for request in fleet.trainer.saves] == [[], [1], [1]]
         assert [one.step for one in await fleet.store.history.checkpoints(record.id)] == [1, 3]
         (export,) = fleet.trainer.exports
@@ -119,10 +109,6 @@ async def test_the_best_stay_and_the_card_tells_the_training(
         recipe = json.loads(export.card.partition("```json\n")[2].partition("```")[0])
         assert parse_job(recipe) == parse_job(settings)
 
-    reward = by_version(0.25, 0.75, 0.5, 0.5)
-    reward.described = {"name": "ScriptedReward", "version": "1"}
-    await run(use, reward)
-
 
 # Ended sooner, or later -----------------------------------------------------------------------------------------------
 
@@ -134,25 +120,19 @@ async def trained(fleet: ScriptedFleet, job: dict[str, Any], steps: int) -> str:
     return record.id
 
 
-async def ended(fleet: ScriptedFleet, job_id: str) -> JobRecord:
-    return await fleet.reached(job_id, lambda now: now.status.terminal)
-
-
 @pytest.mark.parametrize("is_paused", [False, True])
 async def test_a_job_is_finished_with_all_that_its_end_brings(
-    run: Callable[..., Awaitable[None]], job: Callable[..., Any], is_paused: bool
+    run: Run, job: Callable[..., Any], is_paused: bool
 ) -> None:
     settings = job(schedule={"steps": 10_000, "save_every": 1000, "validate_every": 1000})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ScriptedReward(lambda sample: float(sample.sample_id[-1]))) as fleet:
         job_id = await trained(fleet, settings, 2)
         if is_paused:
             await fleet.store.jobs.request(job_id, "pause")
             await fleet.reached(job_id, lambda now: now.status is JobStatus.PAUSED)
         for _ in range(2):  # the answer to the first was lost
             await fleet.store.jobs.request_steps(job_id, 0)
-        record = await ended(fleet, job_id)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(job_id)
         steps = record.progress.step
         assert 2 <= steps == record.progress.steps == len(fleet.trainer.steps) < 100
         assert fleet.trainer.published[-1][0] == steps
@@ -163,37 +143,27 @@ async def test_a_job_is_finished_with_all_that_its_end_brings(
         with pytest.raises(Conflict, match="flowfleet submit --from ID"):
             await fleet.store.jobs.request_steps(job_id, steps + 1)
 
-    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
-
-async def test_a_job_is_extended_and_what_cannot_be_is_refused(
-    run: Callable[..., Awaitable[None]], job: Callable[..., Any]
-) -> None:
+async def test_a_job_is_extended_and_what_cannot_be_is_refused(run: Run, job: Callable[..., Any]) -> None:
     settings = job(schedule={"steps": 2, "save_every": 2, "validate_every": 2})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ScriptedReward(lambda sample: float(sample.sample_id[-1]))) as fleet:
         record = await fleet.submit(settings)
         with pytest.raises(Conflict, match="has not trained a step yet"):
             await fleet.store.jobs.request_steps(record.id, 0)
         await fleet.store.jobs.request_steps(record.id, 5)
-        record = await ended(fleet, record.id)
+        record = await fleet.ended(record.id)
         assert (record.status, record.progress.step, record.progress.steps) == (JobStatus.SUCCEEDED, 5, 5)
         assert [request.step for request in fleet.trainer.steps] == list(range(5))
 
-    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
-
 
 async def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
-    run: Callable[..., Awaitable[None]], job: Callable[..., Any], tmp_path: Path
+    run: Run, job: Callable[..., Any], tmp_path: Path
 ) -> None:
     settings = job(schedule={"steps": 10_000})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ScriptedReward(lambda sample: float(sample.sample_id[-1]))) as fleet:
         job_id = await trained(fleet, settings, 1)
         folder = tmp_path / "state" / "jobs" / job_id / "checkpoints" / "step-00000001" / "model"
         write_model(folder, job_id, 1, b"weights")
         await fleet.store.jobs.request(job_id, "cancel")
-        record = await ended(fleet, job_id)
+        record = await fleet.ended(job_id)
         assert (record.status, record.results["model"]) == (JobStatus.CANCELLED, str(folder))
-
-    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))

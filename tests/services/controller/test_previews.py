@@ -40,10 +40,8 @@ def requests_of(fleet: ScriptedFleet, purpose: int) -> list[Any]:
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo", "online_dpo"])
 async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str) -> None:
     settings = job(algorithm={"name": algorithm}, rewards={"ocr": {}}, rollout=PREVIEW)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         for purpose, indices in INDICES.items():
             requests = requests_of(fleet, purpose)
             assert len(requests) == 2
@@ -59,8 +57,6 @@ async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algori
         assert record.results["samples_dropped"] == {"not_selected": 8}
         assert record.results["samples_trained"] == 8
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run, job: Job) -> None:
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
@@ -71,13 +67,13 @@ async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run
             fleet.rollout.refuses = True  # from the first preview's score on nothing is made
         return by_index(sample)
 
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(score)) as fleet:
         refusing.append(fleet)
         record = await fleet.submit(settings)
         await fleet.reached(record.id, lambda seen: seen.progress.samples == 4)  # of eight
         refusing.clear()
         await fleet.restart(lambda: setattr(fleet.rollout, "refuses", False))
-        ended = await fleet.reached(record.id, lambda seen: seen.status.terminal)
+        ended = await fleet.ended(record.id)
         assert ended.status is JobStatus.SUCCEEDED, ended.reason
         previews = Counter(request.step for request in requests_of(fleet, common_pb2.PURPOSE_PREVIEW))
         assert previews == {0: 1, 1: 1}
@@ -86,14 +82,11 @@ async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run
             [(0, 0), (0, 3), (1, 0), (1, 3)]
         ] * 2
 
-    await run(use, ocr=ScriptedReward(score))
-
 
 async def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Run, job: Job) -> None:
     """Previews are kept in memory and asked for once while the reward fails. A restart begins again."""
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         reward = fleet.rewards["ocr"]
         reward.fails_after = 0
         record = await fleet.submit(settings)
@@ -101,28 +94,22 @@ async def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Ru
         first = requests_of(fleet, common_pb2.PURPOSE_PREVIEW)
         assert len(first) == 1
         await fleet.restart(lambda: setattr(reward, "fails_after", None))
-        ended = await fleet.reached(record.id, lambda seen: seen.status.terminal)
+        ended = await fleet.ended(record.id)
         assert ended.status is JobStatus.SUCCEEDED, ended.reason
         again = requests_of(fleet, common_pb2.PURPOSE_PREVIEW)
         assert [request.step for request in again] == [0, 0, 1]
         assert again[1].groups == first[0].groups
         assert ended.results["samples_dropped"] == {"not_selected": 8}
 
-    await run(use, ocr=ScriptedReward(by_index))
-
 
 async def test_a_preview_that_a_gate_masks_is_dropped_by_its_own_reason(run: Run, job: Job) -> None:
     gate = {"below": 0.1, "action": "mask"}  # index 0
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {"gate": gate}}, rollout=PREVIEW)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {"gated_ocr": 4, "not_selected": 4}
         for request in requests_of(fleet, common_pb2.PURPOSE_TRAIN):
             assert [list(group.indices) for group in request.groups] == [[1, 3], [1, 3]]
-
-    await run(use, ocr=ScriptedReward(by_index))
 
 
 @given(totals=st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=2, max_size=9), keep=st.integers(2, 8))
@@ -156,14 +143,10 @@ async def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
     settings = job(algorithm={"name": "flow_grpo"}, rewards={"ocr": {}}, rollout={**PREVIEW, "preview": preview})
     assert parse_job(settings).rollout.has_fp8_copies
     assert not parse_job(job(rewards={"ocr": {}})).rollout.has_fp8_copies
-
-    async def use(fleet: ScriptedFleet) -> None:
-        record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
+        await fleet.run(settings)
         previews, made = (requests_of(fleet, purpose) for purpose in INDICES)
         assert [request.sampling.full_precision for request in (*previews, *made)] == [False] * 2 + [True] * 2
         for preview, exact in zip(previews, made, strict=True):
             assert (preview.noise, preview.record) == (exact.noise, common_pb2.RECORD_UNSPECIFIED)
             assert preview.sampling.num_inference_steps == exact.sampling.num_inference_steps
-
-    await run(use, ocr=ScriptedReward(by_index))

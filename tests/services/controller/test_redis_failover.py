@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.api.jobs import JobStatus
 from flowfleet.redis import keys
 from services.controller.store.replication import NAME
 from tests.flowfleet.sentinels import Group
@@ -55,8 +54,7 @@ def noted(tmp_path: Path) -> int:
 
 
 async def succeeds(fleet: ScriptedFleet, job_id: str) -> None:
-    record = await fleet.reached(job_id, lambda now: now.status.terminal)
-    assert record.status is JobStatus.SUCCEEDED, record.reason
+    record = await fleet.succeeded(job_id)
     assert (record.progress.samples_trained, record.results["samples_dropped"]) == (4 * STEPS, {})
 
 

@@ -4,7 +4,8 @@ and every sample is accounted for."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ from tests.waiting import until
 
 GROUP = 4
 
+Run = Callable[..., AbstractAsyncContextManager[tuple[ScriptedFleet, dict[str, Any]]]]
+
 
 @pytest.fixture
-def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[None]]:
-    """Runs a coroutine function with a fleet, and a job of two steps with two rewards, `ocr` and `quality`."""
+def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Starts a fleet; gives it with a job of two steps and two rewards, `ocr` and `quality`."""
     monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.01)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\n")
 
-    async def start(
-        use: Callable[[ScriptedFleet, dict[str, Any]], Awaitable[None]], **settings: dict[str, Any]
-    ) -> None:
+    @asynccontextmanager
+    async def start(**settings: dict[str, Any]) -> AsyncIterator[tuple[ScriptedFleet, dict[str, Any]]]:
         job = {
             "model": {"path": str(tmp_path / "m")},
             "data": {"train": str(prompts), "validation": str(prompts)},
@@ -36,13 +38,9 @@ def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             "timeouts": {"rewards_s": 0.3},
             "rewards": {name: settings.get(name, {}) for name in ("ocr", "quality")},
         }
-
-        async def scenario() -> None:
-            rewards = {name: ScriptedReward(by_index, name=name, version="7") for name in ("ocr", "quality")}
-            async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
-                await use(fleet, job)
-
-        await asyncio.wait_for(scenario(), 120)
+        rewards = {name: ScriptedReward(by_index, name=name, version="7") for name in ("ocr", "quality")}
+        async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
+            yield fleet, job
 
     return start
 
@@ -55,8 +53,8 @@ async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
     return (await fleet.store.samples.page(job_id, purpose="train", limit=50))[0]
 
 
-async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., Awaitable[None]]) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Run) -> None:
+    async with run() as (fleet, job):
         del job["data"]["validation"]
         fleet.rewards["ocr"].fails_after = 1  # in the middle of the first step
         record = await fleet.submit(job)
@@ -67,21 +65,17 @@ async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., 
         fleet.rewards["ocr"].fails_after = None
         await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
         assert [request.step for request in fleet.trainer.steps] == [0, 1]
         for sample in await training_samples(fleet, record.id):
             assert sample.versions == {"ocr": "ocr 7", "quality": "quality 7"}
 
-    await run(use)
 
-
-async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+async def test_the_job_goes_on_without_it(run: Run) -> None:
+    async with run(quality={"on_failure": "skip"}) as (fleet, job):
         fleet.rewards["quality"].fails_after = 0
         record = await fleet.run(job)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
         for sample in await training_samples(fleet, record.id):
             assert sample.scores == {"ocr": sample.index / GROUP}
@@ -93,16 +87,14 @@ async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -
         assert rows[2]["val/num_scored"] == 0, "a total without a reward is not compared with those that have it"
         assert rows[2]["val-core/rewards/ocr/mean"] == 0.0
 
-    await run(use, quality={"on_failure": "skip"})
 
-
-async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., Awaitable[None]]) -> None:
+async def test_what_a_validation_has_scored_is_not_scored_again(run: Run) -> None:
     def no_third_prompt(sample: Any) -> float:
         if sample.sample_id.endswith("/2/0"):  # training has two groups, so it is held out
             raise RuntimeError("out of memory")
         return by_index(sample)
 
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+    async with run() as (fleet, job):
         job["rollout"]["batch_size"] = 2  # three held-out prompts in calls of two and one
         del job["rewards"]["quality"]
         ocr = fleet.rewards["ocr"]
@@ -112,17 +104,14 @@ async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..
         ocr.score = by_index
         await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         assert ocr.sizes.count(2) == 2  # once each validation
-
-    await run(use)
 
 
 async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
-    run: Callable[..., Awaitable[None]],
+    run: Run,
 ) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+    async with run(quality={"on_failure": "drop"}) as (fleet, job):
         del job["data"]["validation"]
         job["schedule"]["steps"] = 3
         fleet.rewards["quality"].fails_after = 1
@@ -133,8 +122,7 @@ async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
         fleet.rewards["quality"].fails_after = None
         await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         assert record.results["samples_dropped"] == {"no_score_quality": 3 * GROUP}, "none is asked for in their place"
         assert record.results["samples_trained"] == 3 * GROUP
         assert [(one.step, len(one.samples)) for one in fleet.trainer.steps] == [(0, GROUP), (1, 0), (2, 2 * GROUP)]
@@ -142,11 +130,9 @@ async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
         assert rows[1]["critic/rewards/mean"] is None
         assert rows[1]["training/samples_dropped"] == 3 * GROUP
 
-    await run(use, quality={"on_failure": "drop"})
 
-
-async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[None]]) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+async def test_so_does_a_step_that_a_gate_masks(run: Run) -> None:
+    async with run(quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}}) as (fleet, job):
         record = await fleet.submit(job)
         for step in (0, 1):
             reason = f"step {step}: no sample has a score"
@@ -154,18 +140,14 @@ async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[Non
             assert record.status is JobStatus.PAUSED
             await fleet.store.jobs.request(record.id, "resume")
             await fleet.runner.notify()
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(record.id)
         assert record.results["samples_dropped"] == {"gated_quality": 4 * GROUP}
         assert [len(request.samples) for request in fleet.trainer.steps] == [0, 0]
 
-    await run(use, quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}})
 
-
-async def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., Awaitable[None]]) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+async def test_a_masked_sample_is_counted_and_not_replaced(run: Run) -> None:
+    async with run(quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}}) as (fleet, job):
         record = await fleet.run(job)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {"gated_quality": 4}
         for request in fleet.trainer.steps:
             assert [sample.sample.id.index for sample in request.samples] == [1, 2, 3] * 2
@@ -174,11 +156,9 @@ async def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., Aw
             (0, "gated_quality", 0.0)
         }
 
-    await run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
 
-
-async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., Awaitable[None]]) -> None:
-    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Run) -> None:
+    async with run(quality={"on_failure": "drop"}) as (fleet, job):
         del job["data"]["validation"]
         job["timeouts"]["rewards_s"] = 2.0
         quality = fleet.rewards["quality"]
@@ -194,7 +174,5 @@ async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[
         await fleet.runner.notify()
         await until(lambda: quality.failed != failed)
         quality.fails_after = None
-        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        record = await fleet.ended(record.id)
         assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
-
-    await run(use, quality={"on_failure": "drop"})

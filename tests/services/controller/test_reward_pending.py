@@ -41,11 +41,10 @@ async def wait_in_vain(fleet: Fleet, rewards: dict[str, RewardPart], *names: str
         fleet.now += MAX_PENDING_S
 
 
-def test_pending_scores_are_waited_for_beyond_the_patience_with_failures() -> None:
+async def test_pending_scores_are_waited_for_beyond_the_patience_with_failures() -> None:
     people, other = People(), Service()
     rewards = {"people": RewardPart(), "other": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"people": people, "other": other}) as fleet:
         for waited in (0.0, PATIENCE_S, 3 * PATIENCE_S, 4.5 * PATIENCE_S):
             fleet.now = 1000.0 + waited
             people.votes = int(waited > 0)
@@ -60,13 +59,10 @@ def test_pending_scores_are_waited_for_beyond_the_patience_with_failures() -> No
         assert fleet.counted("failures", reward="people") == 0
         assert fleet.counted("rejected_samples", reward="people", fault="pending") == 0
 
-    with_services({"people": people, "other": other}, use)
 
-
-def test_a_reward_is_not_asked_before_it_is_due_and_no_picture_is_fetched() -> None:
+async def test_a_reward_is_not_asked_before_it_is_due_and_no_picture_is_fetched() -> None:
     people = People()
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"people": people}) as fleet:
         for later in (0.0, 0.3, 0.3):  # the second is too early
             fleet.now += later
             with pytest.raises(RewardPending) as found:
@@ -74,14 +70,11 @@ def test_a_reward_is_not_asked_before_it_is_due_and_no_picture_is_fetched() -> N
             assert 0.0 < found.value.again_s <= 0.5
         assert (len(people.sizes), fleet.fetched) == (2, 2)
 
-    with_services({"people": people}, use)
-
 
 @pytest.mark.parametrize("policy", ["drop", "skip"])
-def test_after_the_limit_the_samples_go_without(policy: Any) -> None:
+async def test_after_the_limit_the_samples_go_without(policy: Any) -> None:
     rewards = {"people": RewardPart(on_failure=policy), "other": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"people": People(), "other": Service()}) as fleet:
         await wait_in_vain(fleet, rewards, "a", "b")
         verdicts = await fleet.score(rewards, 0, samples("a", "b"))
         expected = {"drop": (None, "no_score_people"), "skip": (1.0, "")}[policy]
@@ -90,27 +83,19 @@ def test_after_the_limit_the_samples_go_without(policy: Any) -> None:
         with pytest.raises(RewardPending):  # the service is healthy: other samples have their own time
             await fleet.score(rewards, 0, samples("c"))
 
-    with_services({"people": People(), "other": Service()}, use)
 
-
-def test_or_the_job_pauses_and_waits_as_long_again_when_it_is_resumed() -> None:
+async def test_or_the_job_pauses_and_waits_as_long_again_when_it_is_resumed() -> None:
     rewards = {"people": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"people": People()}) as fleet:
         for _ in range(2):
             await wait_in_vain(fleet, rewards, "b")
             with pytest.raises(RewardPause, match=r"timeouts\.pending_s = 500 s: 0 of 2 votes.*resume it"):
                 await fleet.score(rewards, 0, samples("b"))
 
-    with_services({"people": People()}, use)
 
-
-def test_a_failure_beside_it_is_told_first() -> None:
+async def test_a_failure_beside_it_is_told_first() -> None:
     bad = Service()
     bad.code = grpc.StatusCode.INTERNAL
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"people": People(), "zbad": bad}) as fleet:
         with pytest.raises(RewardFailure, match="bad"):
             await fleet.score({"people": RewardPart(), "zbad": RewardPart()}, 0, samples("b"))
-
-    with_services({"people": People(), "zbad": bad}, use)

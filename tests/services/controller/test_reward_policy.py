@@ -16,7 +16,7 @@ from services.controller.rewards import outages
 from services.controller.rewards.answers import Answer, is_rubbish, read_answers
 from services.controller.rewards.failures import RewardFailure, RewardPause, of_call
 from services.controller.rewards.outages import PROBE_EVERY_S, Attempt, Outage
-from tests.services.controller.reward_fleet import PATIENCE_S, Fleet, Service, samples, with_services
+from tests.services.controller.reward_fleet import PATIENCE_S, Service, samples, with_services
 from tests.waiting import until
 
 SERVICE = "flowfleet.v1.RewardService"
@@ -27,12 +27,11 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.0)
 
 
-def test_a_reward_is_waited_for_to_its_deadline_and_the_others_are_not_asked_again() -> None:
+async def test_a_reward_is_waited_for_to_its_deadline_and_the_others_are_not_asked_again() -> None:
     good, bad = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart(), "good": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"good": good, "bad": bad}) as fleet:
         for _ in range(3):
             with pytest.raises(RewardFailure, match=r"rewards\.bad: service 'bad' at 127\.0\.0\.1:\d+ failed with INT"):
                 await fleet.score(rewards, 0, samples("a", "b"))
@@ -43,15 +42,12 @@ def test_a_reward_is_waited_for_to_its_deadline_and_the_others_are_not_asked_aga
         assert (good.sizes, bad.sizes) == ([2], [2] * 4)
         assert fleet.counted("failures", reward="bad") == 3
 
-    with_services({"good": good, "bad": bad}, use)
 
-
-def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
+async def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
     bad = Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad}) as fleet:
         for _ in range(2):  # once more after it was resumed too early
             with pytest.raises(RewardFailure):
                 await fleet.score(rewards, 0, samples("a"))
@@ -62,16 +58,14 @@ def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
         assert (await fleet.score(rewards, 0, samples("a")))["a"].score == 1.0
         assert fleet.counted("given_up_samples", reward="bad", policy="pause") == 2
 
-    with_services({"bad": bad}, use)
-
 
 @pytest.mark.parametrize("policy", ["drop", "skip"])
-def test_or_the_samples_are_dropped_or_go_on_without_and_nobody_waits_again_for_long(policy: Any) -> None:
+async def test_or_the_samples_are_dropped_or_go_on_without_and_nobody_waits_again_for_long(policy: Any) -> None:
     good, bad = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart(on_failure=policy), "good": RewardPart(weight=0.5)}
+    async with with_services({"good": good, "bad": bad}) as fleet:
 
-    async def use(fleet: Fleet) -> None:
         async def verdict_of(name: str) -> Any:
             return (await fleet.score(rewards, 0, samples(name)))[name]
 
@@ -91,25 +85,19 @@ def test_or_the_samples_are_dropped_or_go_on_without_and_nobody_waits_again_for_
         assert (await verdict_of("c")).score == 1.5
         assert fleet.counted("given_up_samples", reward="bad", policy=policy) == 2
 
-    with_services({"good": good, "bad": bad}, use)
 
-
-def test_what_somebody_must_change_first_pauses_at_once() -> None:
+async def test_what_somebody_must_change_first_pauses_at_once() -> None:
     bad = Service()
     bad.code, bad.details = grpc.StatusCode.INVALID_ARGUMENT, "params: unknown mode 'strictt'"
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad}) as fleet:
         with pytest.raises(RewardPause, match="refuses the request: params: unknown mode 'strictt'"):
             await fleet.score({"bad": RewardPart()}, 0, samples("a"))
 
-    with_services({"bad": bad}, use)
 
-
-def test_a_refused_token_is_waited_for_since_secrets_reach_pods_one_after_the_other() -> None:
+async def test_a_refused_token_is_waited_for_since_secrets_reach_pods_one_after_the_other() -> None:
     bad = Service()
     bad.code, bad.details = grpc.StatusCode.UNAUTHENTICATED, "no token"
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad}) as fleet:
         rewards = {"bad": RewardPart()}
         with pytest.raises(RewardFailure, match="refuses the controller") as failed:
             await fleet.score(rewards, 0, samples("a"))
@@ -122,8 +110,6 @@ def test_a_refused_token_is_waited_for_since_secrets_reach_pods_one_after_the_ot
         fleet.now += PATIENCE_S
         with pytest.raises(RewardPause, match=r"FLOWFLEET_RPC_TOKEN must be .*It failed for timeouts\.rewards_s"):
             await fleet.score(rewards, 0, samples("b"))
-
-    with_services({"bad": bad}, use)
 
 
 def rubbish(kind: str) -> Callable[[Any], list[reward_pb2.RewardScore]]:
@@ -186,17 +172,14 @@ def test_exchanged_scores_are_seen_while_a_job_runs() -> None:
     assert "'b' has 20 bytes of media, its score is of 30" in shifted["a"].problem
 
 
-def test_rubbish_is_asked_for_again() -> None:
+async def test_rubbish_is_asked_for_again() -> None:
     service = Service()
     good, service.answers = service.answers, rubbish("not_finite")
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"x": service}) as fleet:
         with pytest.raises(RewardFailure, match=r"rewards\.x: service 'x' gave no usable answer.* the score is nan"):
             await fleet.score({"x": RewardPart()}, 0, samples("a", "b"))
         service.answers = good
         assert (await fleet.score({"x": RewardPart()}, 0, samples("a", "b")))["b"].score == 1.0
-
-    with_services({"x": service}, use)
 
 
 def test_an_infinite_range_or_none_refuses_nothing() -> None:
@@ -207,15 +190,14 @@ def test_an_infinite_range_or_none_refuses_nothing() -> None:
         assert read_answers(samples("a"), reward_pb2.ScoreResponse(scores=scores), described, 0.0)["a"].score == value
 
 
-def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
+async def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
     service = Service()
     service.version = "2"
     rewards = {
         "plain": RewardPart(service="ocr", params={"mode": "a"}),
         "strict": RewardPart(service="ocr", weight=2.0, params={"mode": "b"}),
     }
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"ocr": service}) as fleet:
         verdict = (await fleet.score(rewards, 0, samples("a")))["a"]
         assert (verdict.score, verdict.rewards) == (3.0, {"plain": 1.0, "strict": 1.0})
         assert verdict.versions == {"plain": "scripted 2", "strict": "scripted 2"}
@@ -224,23 +206,18 @@ def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
         answers = await fleet.job_rewards.ask("plain", rewards["plain"], samples("b"))
         assert answers["b"].version == "scripted 1", "of Describe"
 
-    with_services({"ocr": service}, use)
 
-
-def test_calls_shrink_to_what_a_service_receives() -> None:
+async def test_calls_shrink_to_what_a_service_receives() -> None:
     """4 MiB is what gRPC receives unless told otherwise."""
     service = Service()
     service.max_bytes = 5000
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"x": service}) as fleet:
         assert len(await fleet.job_rewards.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
         assert sorted(service.sizes) == [4, 4, 8]
         assert len(await fleet.job_rewards.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
         assert max(service.sizes[3:]) == 4
         with pytest.raises(RewardFailure, match="raise its limit for received messages"):
             await fleet.job_rewards.ask("x", RewardPart(), samples("a", size=6000))
-
-    with_services({"x": service}, use)
 
 
 class Garbage(grpc.GenericRpcHandler):
@@ -260,10 +237,11 @@ class Nothing(grpc.GenericRpcHandler):
         return None
 
 
-def test_other_servers_are_told_from_reward_services() -> None:
+async def test_other_servers_are_told_from_reward_services() -> None:
     part = RewardPart()
-
-    async def use(fleet: Fleet) -> None:
+    film = Service(modalities=[reward_pb2.MODALITY_VIDEO])
+    services = {"garbage": Garbage(), "nothing": Nothing(), "newer": Service(contract=9), "film": film}
+    async with with_services(services, {"missing": "127.0.0.1:9"}) as fleet:
         for name, says, permanent in [
             ("garbage", "not with messages of flowfleet.v1.RewardService", False),
             ("nothing", "is no flowfleet.v1.RewardService", True),
@@ -276,10 +254,6 @@ def test_other_servers_are_told_from_reward_services() -> None:
                 await fleet.job_rewards.ask(name, part, samples("a"))
             assert str(failed.value).startswith(f"rewards.{name}")
             assert failed.value.permanent == permanent, name
-
-    film = Service(modalities=[reward_pb2.MODALITY_VIDEO])
-    services = {"garbage": Garbage(), "nothing": Nothing(), "newer": Service(contract=9), "film": film}
-    with_services(services, use, {"missing": "127.0.0.1:9"})
 
 
 @pytest.mark.parametrize(
@@ -339,12 +313,11 @@ def test_an_attempt_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("policy", ["pause", "drop", "skip"])
-def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None:
+async def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None:
     bad = Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart(on_failure=policy)}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad}) as fleet:
         with pytest.raises(RewardFailure):
             await fleet.score(rewards, 0, samples("a"))
         bad.gate = gate = asyncio.Event()
@@ -360,15 +333,12 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
             with pytest.raises(RewardFailure):
                 await fleet.score(rewards, 0, samples(name))
 
-    with_services({"bad": bad}, use)
 
-
-def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
+async def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
     """`timeouts.score_s` may be longer than `timeouts.rewards_s`."""
     bad, good = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad, "good": good}) as fleet:
         bad.gate = gate = asyncio.Event()
         slow = asyncio.create_task(fleet.score({"bad": RewardPart()}, 0, samples("a")))
         await until(lambda: bad.sizes)
@@ -378,16 +348,14 @@ def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
         with pytest.raises(RewardPause):
             await slow
 
-    with_services({"bad": bad, "good": good}, use)
-
 
 @pytest.mark.parametrize("policy", ["pause", "drop", "skip"])
-def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
+async def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
     bad, good = Service(), Service()
     bad.poison = "a"
     rewards = {"bad": RewardPart(on_failure=policy), "good": RewardPart(weight=0.5)}
+    async with with_services({"bad": bad, "good": good}) as fleet:
 
-    async def use(fleet: Fleet) -> None:
         async def verdict_of(name: str) -> Any:
             return (await fleet.score(rewards, 0, samples(name)))[name]
 
@@ -407,15 +375,12 @@ def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
         with pytest.raises(RewardFailure):  # and is waited for as before
             await verdict_of("h")
 
-    with_services({"bad": bad, "good": good}, use)
 
-
-def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
+async def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
     bad = Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart(on_failure="drop")}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad}) as fleet:
         with pytest.raises(RewardFailure):
             await fleet.score(rewards, 0, samples("a"))
         fleet.now += PATIENCE_S
@@ -433,15 +398,12 @@ def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
         await fleet.score(rewards, 0, samples("g"))
         assert len(bad.sizes) == 3, "the time counts from its end"
 
-    with_services({"bad": bad}, use)
 
-
-def test_media_are_fetched_when_somebody_is_asked() -> None:
+async def test_media_are_fetched_when_somebody_is_asked() -> None:
     bad, good = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
     rewards = {"bad": RewardPart(on_failure="skip"), "good": RewardPart()}
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"bad": bad, "good": good}) as fleet:
         with pytest.raises(RewardFailure):
             await fleet.score(rewards, 0, samples("a"))
         assert fleet.fetched == 1, "once for both"
@@ -452,5 +414,3 @@ def test_media_are_fetched_when_somebody_is_asked() -> None:
         assert fleet.fetched == 2, "the only reward is given up"
         await fleet.score(rewards, 0, samples("b"))
         assert (fleet.fetched, len(bad.sizes), len(good.sizes)) == (3, 2, 2)
-
-    with_services({"bad": bad, "good": good}, use)

@@ -24,7 +24,7 @@ from services.controller.rewards.failures import RewardFailure
 from services.controller.rewards.job_rewards import JobRewards
 from services.controller.store.records import JobRecord, reward_set
 from tests.services.controller import test_control_plane
-from tests.services.controller.reward_fleet import Fleet, Service, samples, with_services
+from tests.services.controller.reward_fleet import Service, samples, with_services
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index
 
@@ -68,8 +68,7 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
     first = HeldReward(by_index, 1, 3, name="ocr", version="1")
     second = ScriptedReward(lambda sample: 1.0 - by_index(sample), name="ocr", version="2")
     settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=second) as fleet:
         job_id = (await fleet.submit(settings)).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         record = await change(fleet, job_id, shadow={"ocr2": {"for": "ocr", "service": "second"}})
@@ -88,8 +87,7 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         record = await change(fleet, job_id, promote=["ocr2"])
         assert record.rewards.active.from_step == 4
         first.gates["3"].set()
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(job_id)
         assert record.results["samples_trained"] == STEPS * 8
         assert len(fleet.trainer.steps) == STEPS
         assert await versions(fleet, job_id) == {step: {"ocr 1" if step < 4 else "ocr 2"} for step in range(STEPS)}
@@ -100,16 +98,13 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         told = [event.data for event in await fleet.store.events.read(job_id, limit=1000) if event.type == "rewards"]
         assert [(each["number"], each["from_step"]) for each in told] == [(1, 2), (2, 4)]
 
-    await run(use, first=first, second=second)
-
 
 async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path: Path) -> None:
     """A lower weight makes all later totals lower; they are compared with each other alone."""
     ocr = HeldReward(lambda sample: by_index(sample) / 10 + int(sample.sample_id.split("/")[2]) % 2, 1)
     data = {"validation": str(tmp_path / "prompts.txt")}
     settings = job(rewards={"ocr": {}}, data=data, schedule={**SCHEDULE, "max_reward_drop": 0.5})
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ocr) as fleet:
         job_id = (await fleet.submit(settings)).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         await change(fleet, job_id, set={"ocr": {"weight": 0.01}})
@@ -120,8 +115,6 @@ async def test_totals_by_other_rewards_are_no_fall(run: Run, job: Any, tmp_path:
         assert [one.values["val/reward_drop"] for one in found] == [0.0] * 4
         assert (found[0].reward, found[-1].reward) == (pytest.approx(1 / 3), pytest.approx(1 / 300))
 
-    await run(use, ocr=ocr)
-
 
 async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run: Run, job: Any, tmp_path: Path) -> None:
     first, second = HeldReward(by_index, 1), ScriptedReward(by_index)
@@ -131,37 +124,29 @@ async def test_a_shadow_sees_no_training_samples_where_its_reward_sees_none(run:
         rewards={"ocr": {"service": "first"}, "judge": judge},
         schedule=SCHEDULE,
     )
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=second, judge=ScriptedReward(by_index)) as fleet:
         job_id = (await fleet.submit(settings)).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         await change(fleet, job_id, shadow={"judge2": {"for": "judge", "service": "second"}})
         first.gates["1"].set()
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        await fleet.succeeded(job_id)
         assert second.sizes
         assert set(second.sizes) == {3}, "validations have three prompts, groups four samples"
-
-    await run(use, first=first, second=second, judge=ScriptedReward(by_index))
 
 
 async def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> None:
     """The trainer's totals of each step are of the rewards of that step."""
     first = HeldReward(by_index, 1)
     settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=ScriptedReward(lambda sample: 1.0)) as fleet:
         job_id = (await fleet.submit(settings)).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         await change(fleet, job_id, set={"ocr": {"weight": 0.5}, "second": {"weight": 2.0}})
         first.gates["1"].set()
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        await fleet.succeeded(job_id)
         for step, request in enumerate(fleet.trainer.steps):
             expected = [i / 4 if step < 2 else 0.5 * i / 4 + 2.0 for i in range(4)]
             assert [sample.reward for sample in request.samples] == pytest.approx(expected * 2)
-
-    await run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
 class PickyReward(ScriptedReward):
@@ -178,8 +163,7 @@ async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, 
     first = HeldReward(by_index, 1)
     picky = PickyReward(by_index, name="ocr", version="2")
     settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=picky) as fleet:
         job_id = (await fleet.submit(settings)).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         await change(fleet, job_id, set={"ocr": {"service": "second"}})
@@ -192,8 +176,7 @@ async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, 
         record = await change(fleet, job_id, set={"ocr": {"params": {"score": "soft"}}})
         assert (record.status, record.rewards.active.from_step) == (JobStatus.PAUSED, 2)
         await fleet.store.jobs.request(job_id, "resume")
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(job_id)
         assert record.results["samples_trained"] == STEPS * 8
         assert len(fleet.trainer.steps) == STEPS
         found = await versions(fleet, job_id)
@@ -201,21 +184,16 @@ async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, 
         rows = await fleet.store.history.metrics(job_id)
         assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 2, 2, 2, 2]
 
-    await run(use, first=first, second=picky)
 
-
-def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones() -> None:
+async def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones() -> None:
     """One call failed and another succeeded, whose params changed before both were sent again."""
     good, bad = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
-
-    async def use(fleet: Fleet) -> None:
+    async with with_services({"good": good, "bad": bad}) as fleet:
         with pytest.raises(RewardFailure):
             await fleet.score({"good": RewardPart(), "bad": RewardPart()}, 0, samples("a"))
         bad.code = None
         await fleet.score({"good": RewardPart(params={"k": "v"}), "bad": RewardPart()}, 0, samples("a"))
-
-    with_services({"good": good, "bad": bad}, use)
     assert good.params == [{}, {"k": "v"}]
 
 
@@ -241,17 +219,13 @@ async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, jo
     data = {"validation": job()["data"]["train"]}
     parts = {"schedule": {**SCHEDULE, "steps": 2}}
     settings = job(rewards={"whole": {}}, data=data, **parts)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(whole=grouped) as fleet:
         record = await fleet.run(settings)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {"no_score_whole": 2}
         assert record.results["samples_trained"] == 2 * 8 - 2
         assert record.results["held_out_reward"] is None
         events = await fleet.store.events.read(record.id, limit=1000)
         assert [event.data["reward"] for event in events if event.type == "not_validated"] == ["whole"]
-
-    await run(use, whole=grouped)
     assert set(grouped.calls) == {4}
 
 
@@ -267,8 +241,7 @@ async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
         return await ask(job_rewards, name, *rest)
 
     monkeypatch.setattr(JobRewards, "ask", failing)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=ScriptedReward(lambda sample: 1.0)) as fleet:
         job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
@@ -281,11 +254,8 @@ async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
         assert counts["left_out"] > 0
         await change(fleet, job_id, remove=["late"])
         first.gates["4"].set()
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(job_id)
         assert await fleet.redis.ttl(keys.shadow(job_id, pair, "counts")) > 0
-
-    await run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
 @pytest.mark.parametrize("kind", ["stuck", "broken"])
@@ -300,16 +270,14 @@ async def test_nobody_waits_for_a_shadow(
     first = HeldReward(by_index, 1)
     steps = range(STEPS + 1) if kind == "stuck" else ()
     shadow = HeldReward(lambda sample: float("nan"), *steps)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(first=first, second=shadow) as fleet:
         job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
         active = reward_set(record.rewards.active)
         pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
         first.gates["1"].set()
-        record = await fleet.reached(job_id, lambda record: record.status.terminal)
-        assert record.status is JobStatus.SUCCEEDED, record.reason
+        record = await fleet.succeeded(job_id)
         assert record.results["samples_trained"] == STEPS * 8
         counts: Mapping[str, int] = await fleet.store.shadows.counts(job_id, pair)
         asked = (STEPS - 2) * 8 if kind == "broken" else 3 * 4  # two run, one waits
@@ -320,5 +288,3 @@ async def test_nobody_waits_for_a_shadow(
             assert 0 < counts["failed"] <= asked
         for gate in shadow.gates.values():
             gate.set()
-
-    await run(use, first=first, second=shadow)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -104,33 +104,30 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
 
-Use = Callable[[FleetWatch, ReplicaDirectory, Answers, ReplicaRecord, grpc.aio.Server], Awaitable[None]]
+class Watched(NamedTuple):
+    """A watch, and a replica that answers it."""
+
+    watch: FleetWatch
+    directory: ReplicaDirectory
+    service: Answers
+    said: ReplicaRecord
+    server: grpc.aio.Server
 
 
 @pytest.fixture
-def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], Awaitable[None]]:
-    """A watch, and a replica that answers it."""
+async def watched(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     monkeypatch.setattr(replicas, "STALE_S", 0.4)
     monkeypatch.setattr(replicas, "EXPIRES_S", 2.0)
-
-    async def start(use: Use) -> None:
-        async def scenario() -> None:
-            redis, server, service = connect(redis_url), grpc.aio.server(), Answers()
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-            address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            await server.start()
-            watch = FleetWatch(redis, poll_s=0.05)
-            await watch.start()
-            try:
-                await use(watch, ReplicaDirectory(redis), service, record("a", address=address), server)
-            finally:
-                await watch.stop()
-                await server.stop(None)
-                await redis.aclose()
-
-        await asyncio.wait_for(scenario(), 30)
-
-    return start
+    redis, server, service = connect(redis_url), grpc.aio.server(), Answers()
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    watch = FleetWatch(redis, poll_s=0.05)
+    await watch.start()
+    yield Watched(watch, ReplicaDirectory(redis), service, record("a", address=address), server)
+    await watch.stop()
+    await server.stop(None)
+    await redis.aclose()
 
 
 def health(watch: FleetWatch) -> Health | None:
@@ -138,152 +135,119 @@ def health(watch: FleetWatch) -> Health | None:
     return known.health if known else None
 
 
-async def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], Awaitable[None]]) -> None:
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(watch._desk.take("job", WANT, 2))
-            await directory.put(said)
-        assert waiting.result().address == said.address
-        for state in ("updating", "serving"):
-            await directory.put(replace(said, state=state))
-            await until(lambda state=state: health(watch) == state)  # type: ignore[misc]
-        await directory.remove(said)
-        await until(lambda: len(watch.fleet) == 0)
-        assert service.asked == 0
-
-    await run(use)
+async def test_a_record_is_believed_and_nobody_is_asked(watched: Watched) -> None:
+    watch, directory, service, said, _ = watched
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(watch._desk.take("job", WANT, 2))
+        await directory.put(said)
+    assert waiting.result().address == said.address
+    for state in ("updating", "serving"):
+        await directory.put(replace(said, state=state))
+        await until(lambda state=state: health(watch) == state)  # type: ignore[misc]
+    await directory.remove(said)
+    await until(lambda: len(watch.fleet) == 0)
+    assert service.asked == 0
 
 
 async def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(
-    run: Callable[[Use], Awaitable[None]],
+    watched: Watched,
 ) -> None:
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        await directory.put(said)
-        await until(lambda: service.asked > 2)
-        assert health(watch) is Health.SERVING
-        service.version = 4
-        await until(lambda: watch.fleet.choose("job", 4, 4, 1) is not None)
-        await until(lambda: len(watch.fleet) == 0)
-
-    await run(use)
+    watch, directory, service, said, _ = watched
+    await directory.put(said)
+    await until(lambda: service.asked > 2)
+    assert health(watch) is Health.SERVING
+    service.version = 4
+    await until(lambda: watch.fleet.choose("job", 4, 4, 1) is not None)
+    await until(lambda: len(watch.fleet) == 0)
 
 
-async def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], Awaitable[None]]) -> None:
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, server: Any
-    ) -> None:
-        await directory.put(said)
-        await until(lambda: health(watch) is Health.SERVING)
-        await server.stop(None)
-        await until(lambda: health(watch) is not Health.SERVING)
-        if health(watch) is not None:
-            await directory.put(replace(said, incarnation="2", state="idle"), joins=True)
-            await until(lambda: health(watch) is Health.IDLE)
-
-    await run(use)
+async def test_an_idle_one_that_died_is_lost_before_it_expires(watched: Watched) -> None:
+    watch, directory, _, said, server = watched
+    await directory.put(said)
+    await until(lambda: health(watch) is Health.SERVING)
+    await server.stop(None)
+    await until(lambda: health(watch) is not Health.SERVING)
+    if health(watch) is not None:
+        await directory.put(replace(said, incarnation="2", state="idle"), joins=True)
+        await until(lambda: health(watch) is Health.IDLE)
 
 
 async def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(
-    run: Callable[[Use], Awaitable[None]],
+    watched: Watched,
 ) -> None:
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        await directory.put(said)
-        metadata = grpc.aio.Metadata()
-        broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata)
-        with pytest.raises(grpc.aio.AioRpcError):
-            async with watch.lease(["default"], "job", WANT, 2):
-                raise broken
-        assert health(watch) is Health.LOST
-        await until(lambda: health(watch) is Health.SERVING)
-        assert service.asked >= 1
-        assert watch.fleet.all()[0].outstanding == 0
-
-    await run(use)
+    watch, directory, service, said, _ = watched
+    await directory.put(said)
+    metadata = grpc.aio.Metadata()
+    broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata)
+    with pytest.raises(grpc.aio.AioRpcError):
+        async with watch.lease(["default"], "job", WANT, 2):
+            raise broken
+    assert health(watch) is Health.LOST
+    await until(lambda: health(watch) is Health.SERVING)
+    assert service.asked >= 1
+    assert watch.fleet.all()[0].outstanding == 0
 
 
 async def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
-    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.3)
     monkeypatch.setattr(fleet_watch, "EMPTY_LOOK_S", 0.05)
+    watch, directory, service, said, _ = watched
 
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        async def wait() -> None:
-            async with watch.lease(["default"], "job", WANT, 2):
-                return
+    async def wait() -> None:
+        async with watch.lease(["default"], "job", WANT, 2):
+            return
 
-        with pytest.raises(NobodyThere, match="no live replica in default"):
-            await wait()
-        assert watch._desk._waiting == {}
-        await directory.put(replace(said, state="updating"))
-        await until(lambda: health(watch) is Health.UPDATING)
-        service.version = 2
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0.6)
-        assert not waiting.done()
-        await directory.put(said)
+    with pytest.raises(NobodyThere, match="no live replica in default"):
+        await wait()
+    assert watch._desk._waiting == {}
+    await directory.put(replace(said, state="updating"))
+    await until(lambda: health(watch) is Health.UPDATING)
+    service.version = 2
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0.6)
+    assert not waiting.done()
+    await directory.put(said)
+    await waiting
+    await directory.put(replace(said, version=4))
+    await until(lambda: watch.fleet.choose("job", 3, 3, 2) is None)
+    waiting = asyncio.create_task(wait())
+    await until(lambda: watch._desk._waiting)
+    await directory.remove(said)
+    with pytest.raises(NobodyThere):
         await waiting
-        await directory.put(replace(said, version=4))
-        await until(lambda: watch.fleet.choose("job", 3, 3, 2) is None)
-        waiting = asyncio.create_task(wait())
-        await until(lambda: watch._desk._waiting)
-        await directory.remove(said)
-        with pytest.raises(NobodyThere):
-            await waiting
-
-    await run(use)
 
 
-async def test_a_look_goes_on_after_whatever_it_meets(
-    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_look_goes_on_after_whatever_it_meets(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_watch, "RETRY_S", 0.01)
+    watch, directory, _, said, _ = watched
+    looked = []
 
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        looked = []
+    async def broken(revision: int) -> None:
+        looked.append(revision)
+        raise KeyError("a bug of ours")
 
-        async def broken(revision: int) -> None:
-            looked.append(revision)
-            raise KeyError("a bug of ours")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(watch._directory, "look", broken)
-            await until(lambda: len(looked) > 1)
-        await directory.put(said)
-        await until(lambda: health(watch) is Health.SERVING)
-        assert watch.alive
-
-    await run(use)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch._directory, "look", broken)
+        await until(lambda: len(looked) > 1)
+    await directory.put(said)
+    await until(lambda: health(watch) is Health.SERVING)
+    assert watch.alive
 
 
-async def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
-    run: Callable[[Use], Awaitable[None]], redis_url: str
-) -> None:
-    async def use(
-        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
-    ) -> None:
-        redis = connect(redis_url)
-        other = record("b")
-        await redis.hset(keys.replicas("records"), "b", "{")
-        await redis.zadd(keys.replicas("renewed"), {"b": 1000 * (await redis.time())[0]})
-        await redis.zadd(keys.replicas("changed"), {"b": await redis.incr(keys.replicas("revision"))})
-        await directory.put(said)
-        await until(lambda: health(watch) is Health.SERVING)
-        await watch.refresh()
-        assert ({one.replica_id for one in watch.fleet.all()}, watch._unreadable, watch._revision) == ({"a"}, {"b"}, 2)
-        await directory.put(other)
-        await until(lambda: len(watch.fleet) == 2)
-        assert watch._unreadable == set()
-        await redis.aclose()
-
-    await run(use)
+async def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(watched: Watched, redis_url: str) -> None:
+    watch, directory, _, said, _ = watched
+    redis = connect(redis_url)
+    other = record("b")
+    await redis.hset(keys.replicas("records"), "b", "{")
+    await redis.zadd(keys.replicas("renewed"), {"b": 1000 * (await redis.time())[0]})
+    await redis.zadd(keys.replicas("changed"), {"b": await redis.incr(keys.replicas("revision"))})
+    await directory.put(said)
+    await until(lambda: health(watch) is Health.SERVING)
+    await watch.refresh()
+    assert ({one.replica_id for one in watch.fleet.all()}, watch._unreadable, watch._revision) == ({"a"}, {"b"}, 2)
+    await directory.put(other)
+    await until(lambda: len(watch.fleet) == 2)
+    assert watch._unreadable == set()
+    await redis.aclose()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from flowfleet.job.spec import RolloutPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller import concurrency
-from services.controller.jobs import scheduler as runner
+from services.controller.jobs import scheduler
 from services.controller.jobs.scheduler import JobScheduler
 from services.controller.platforms import launcher
 from services.controller.platforms.launcher import stopped
@@ -66,27 +67,22 @@ class RefusingLauncher(LocalLauncher):
         raise RuntimeError("refused")
 
 
+@asynccontextmanager
 async def with_runner(
-    url: str,
-    state: Path,
-    use: Callable[[WaitingRunner, Store], Awaitable[None]],
-    launcher: LocalLauncher | None = None,
-) -> None:
-    async def scenario() -> None:
-        redis = connect(url)
-        store = Store(redis)
-        settings = ControllerSettings(redis_url=SecretStr(url), state_dir=state)
-        here = launcher or LocalLauncher(state)
-        directory = StaticDirectory(settings.rewards)
-        runner = WaitingRunner(settings, redis, store, CollectorRegistry(), here, directory)
-        runner.order, runner.gate = [], asyncio.Event()
-        try:
-            await use(runner, store)
-        finally:
-            await runner.stop()
-            await redis.aclose()
-
-    await asyncio.wait_for(scenario(), 30)
+    url: str, state: Path, launcher: LocalLauncher | None = None
+) -> AsyncIterator[tuple[WaitingRunner, Store]]:
+    redis = connect(url)
+    store = Store(redis)
+    settings = ControllerSettings(redis_url=SecretStr(url), state_dir=state)
+    here = launcher or LocalLauncher(state)
+    runner = WaitingRunner(settings, redis, store, CollectorRegistry(), here, StaticDirectory(settings.rewards))
+    runner.order, runner.gate = [], asyncio.Event()
+    try:
+        async with asyncio.timeout(30):
+            yield runner, store
+    finally:
+        await runner.stop()
+        await redis.aclose()
 
 
 async def reached(store: Store, job_id: str, status: JobStatus) -> None:
@@ -97,7 +93,7 @@ async def reached(store: Store, job_id: str, status: JobStatus) -> None:
 async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_once(
     redis_url: str, tmp_path: Path
 ) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         first, second, third = [(await store.jobs.create(SPEC))[0].id for _ in range(3)]
         await runner.start()
         await reached(store, first, JobStatus.RUNNING)
@@ -109,11 +105,9 @@ async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue
         await reached(store, third, JobStatus.SUCCEEDED)
         assert runner.order == [first, third]
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
         elsewhere, _ = await store.jobs.create(SPEC.model_copy(update={"rollout": RolloutPart(pool="wide")}))
         await runner.start()
@@ -123,8 +117,6 @@ async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -
         runner.gate.set()
         await reached(store, second, JobStatus.SUCCEEDED)
         assert (set(runner.order[:2]), runner.order[2:]) == ({first, elsewhere.id}, [second])
-
-    await with_runner(redis_url, tmp_path, use)
 
 
 OTHER_RELEASE = {
@@ -138,7 +130,7 @@ OTHER_RELEASE = {
 async def test_a_job_of_another_release_waits_and_others_of_its_pool_run(
     redis_url: str, tmp_path: Path, fields: dict[str, str]
 ) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         theirs, ours = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
         await store.jobs.set_status(theirs, JobStatus.RUNNING)
         await store.link.redis.hset(keys.job(theirs), mapping=fields)
@@ -150,11 +142,9 @@ async def test_a_job_of_another_release_waits_and_others_of_its_pool_run(
         await reached(store, theirs, JobStatus.CANCELLED)
         assert runner.order == [ours]
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_the_release_that_can_read_a_job_takes_it_up(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
         for job_id in (first, second):
             await store.jobs.set_status(job_id, JobStatus.QUEUED, f"{UNREADABLE}: it was rolled back")
@@ -164,11 +154,9 @@ async def test_the_release_that_can_read_a_job_takes_it_up(redis_url: str, tmp_p
         runner.gate.set()
         await reached(store, second, JobStatus.SUCCEEDED)
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.crashes = 1
         runner.gate.set()
         job, _ = await store.jobs.create(SPEC)
@@ -176,11 +164,9 @@ async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path)
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.crashes, runner.error = 1, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
         runner.gate.set()
         job, _ = await store.jobs.create(SPEC)
@@ -188,33 +174,28 @@ async def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RESTART_DELAY_S", 0.01)
-    monkeypatch.setattr(runner, "MAX_CRASHES", 2)
+    monkeypatch.setattr(scheduler, "RESTART_DELAY_S", 0.01)
+    monkeypatch.setattr(scheduler, "MAX_CRASHES", 2)
     monkeypatch.setattr(launcher, "STOP_DELAY_S", 0.01)
 
 
 @pytest.mark.usefixtures("soon")
 async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.crashes, runner.error = 2, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
         job, _ = await store.jobs.create(SPEC)
         await runner.start()
         await reached(store, job.id, JobStatus.FAILED)
         assert (await store.jobs.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 @pytest.mark.usefixtures("soon")
 async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
     refusing = RefusingLauncher(tmp_path)
-
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path, refusing) as (runner, store):
         runner.crashes = 2
         runner.gate.set()
         first, second = [(await store.jobs.create(SPEC))[0].id for _ in range(2)]
@@ -225,17 +206,14 @@ async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, 
         await reached(store, second, JobStatus.SUCCEEDED)
         assert runner.alive
 
-    await with_runner(redis_url, tmp_path, use, refusing)
-
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(("error", "lasts_s"), [(Unavailable("no answer"), 0.0), (RuntimeError("a bug of ours"), 0.1)])
 async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lasts_s: float
 ) -> None:
-    monkeypatch.setattr(runner, "STEADY_S", 0.05)
-
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    monkeypatch.setattr(scheduler, "STEADY_S", 0.05)
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.crashes, runner.error, runner.lasts_s = 4, error, lasts_s
         runner.gate.set()
         job, _ = await store.jobs.create(SPEC)
@@ -243,11 +221,9 @@ async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id] * 5
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.gate.set()
         await runner._redis.zadd(keys.jobs_with_status(JobStatus.QUEUED), {"lost": time.time()})
         await runner.start()
@@ -257,22 +233,18 @@ async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path
         job, _ = await store.jobs.create(SPEC)
         await reached(store, job.id, JobStatus.SUCCEEDED)
 
-    await with_runner(redis_url, tmp_path, use)
-
 
 async def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use(runner: WaitingRunner, store: Store) -> None:
-        async def broken() -> None:
-            raise RuntimeError("a bug of ours")
+    async def broken() -> None:
+        raise RuntimeError("a bug of ours")
 
+    async with with_runner(redis_url, tmp_path) as (runner, _):
         monkeypatch.setattr(runner, "_run", broken)
         await runner.start()
         await until(lambda: not runner.alive)
         assert "scheduler ended" in caplog.text
-
-    await with_runner(redis_url, tmp_path, use)
 
 
 @pytest.mark.parametrize("part", ["listen", "_tell_load", "_drive"])
@@ -289,16 +261,14 @@ async def test_it_stops_though_a_part_loses_its_cancellation(
         except asyncio.CancelledError:
             await asyncio.sleep(60)
 
-    async def use(runner: WaitingRunner, store: Store) -> None:
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.05)
+    monkeypatch.setattr(scheduler if part == "listen" else WaitingRunner, part, stubborn)
+    async with with_runner(redis_url, tmp_path) as (runner, store):
         await store.jobs.create(SPEC)
         await runner.start()
         await asyncio.wait_for(waits.wait(), 10)
         await asyncio.wait_for(runner.stop(), 5)
         assert not [task for task in asyncio.all_tasks() if task.get_name() in ("keeper", "leadership", "jobs")]
-
-    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.05)
-    monkeypatch.setattr(runner if part == "listen" else WaitingRunner, part, stubborn)
-    await with_runner(redis_url, tmp_path, use)
 
 
 async def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference
+from tests.services.controller.reward_fleet import served
 from tests.waiting import until
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
@@ -65,29 +67,18 @@ class Bound:
         return await self.job_rewards.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
 
 
+@asynccontextmanager
 async def with_plane(
     services: dict[str, Any],
     parts: dict[str, RewardPart],
-    use: Callable[[Bound], Awaitable[None]],
     modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
-    **settings: Any,
-) -> None:
-    async def scenario() -> None:
-        servers, addresses = [], {}
-        for name, service in services.items():
-            server = grpc.aio.server()
-            reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
-            addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            await server.start()
-            servers.append(server)
-        job_rewards = JobRewards(StaticDirectory(addresses), 5.0, modality, **settings)
+) -> AsyncIterator[Bound]:
+    async with served(services) as addresses:
+        job_rewards = JobRewards(StaticDirectory(addresses), 5.0, modality)
         try:
-            await use(Bound(job_rewards, parts))
+            yield Bound(job_rewards, parts)
         finally:
             await job_rewards.close()
-            await asyncio.gather(*(server.stop(None) for server in servers))
-
-    await asyncio.wait_for(scenario(), 20)
 
 
 def samples(count: int) -> list[EncodedSample]:
@@ -97,14 +88,11 @@ def samples(count: int) -> list[EncodedSample]:
 async def test_scores_are_summed_by_weight_and_components_kept() -> None:
     services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
     parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
-
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane(services, parts) as job_rewards:
         verdicts = await job_rewards.score(samples(3))
         assert {verdict.score for verdict in verdicts.values()} == {0.5 - 0.25 * 2.0}
         assert verdicts["1"].scores == {"a": 0.5, "a.half": 0.25, "b": 2.0, "b.half": 1.0}
         assert verdicts["1"].rewards == {"a": 0.5, "b": 2.0}
-
-    await with_plane(services, parts, use)
     assert services["unused"].sizes == []
 
 
@@ -124,32 +112,24 @@ async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: A
     def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
         return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
 
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}) as job_rewards:
         verdicts = await job_rewards.score(samples(3))
         assert verdicts["1"].score is None
         assert verdicts["1"].reason == "no_score_ocr"
         assert [verdicts[name].score for name in "02"] == [1.0, 1.0]
 
-    await with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}, use)
-
 
 async def test_calls_respect_the_batch_limit_of_the_service() -> None:
     service = Scripted(scored(1.0), max_batch=4)
-
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane({"ocr": service}, {"ocr": RewardPart()}) as job_rewards:
         assert len(await job_rewards.score(samples(10))) == 10
-
-    await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [2, 4, 4]
 
 
 async def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
     small, whole = (Scripted(scored(1.0), call_bytes=3 * 100, needs_group=needs_group) for needs_group in (False, True))
-
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}) as job_rewards:
         assert len(await job_rewards.score(grouped(8))) == 8
-
-    await with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}, use)
     assert sorted(small.sizes) == [2, 3, 3]
     assert whole.sizes == [8]
 
@@ -175,13 +155,10 @@ def grouped(*sizes: int) -> list[EncodedSample]:
 
 async def test_a_reward_that_wants_groups_gets_each_whole() -> None:
     service = Scripted(scored(1.0), max_batch=4, needs_group=True)
-
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane({"ocr": service}, {"ocr": RewardPart()}) as job_rewards:
         assert len(await job_rewards.score(grouped(3, 4, 1))) == 8
         with pytest.raises(RewardPause, match=r"rewards\.ocr scores whole groups of at most 4 samples: lower rollout"):
             await job_rewards.score(grouped(5))
-
-    await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [1, 3, 4]
 
 
@@ -195,11 +172,8 @@ def test_a_group_too_large_for_a_call_is_refused_not_cut() -> None:
 @pytest.mark.parametrize("limit", [0, 100])
 async def test_no_limit_is_no_limit(limit: int) -> None:
     services = {"a": Scripted(scored(1.0), max_batch=limit, needs_group=True), "b": Scripted(scored(1.0), limit)}
-
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane(services, {"a": RewardPart(), "b": RewardPart()}) as job_rewards:
         assert len(await job_rewards.score(grouped(30))) == 30
-
-    await with_plane(services, {"a": RewardPart(), "b": RewardPart()}, use)
     assert services["a"].sizes == services["b"].sizes == [30]
 
 
@@ -216,14 +190,14 @@ async def test_no_limit_is_no_limit(limit: int) -> None:
 async def test_a_reward_must_score_what_the_job_makes(
     described: list[Any], modality: reward_pb2.Modality.ValueType, refused: str | None
 ) -> None:
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane(
+        {"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, modality
+    ) as job_rewards:
         if refused is None:
             assert len(await job_rewards.score(samples(2))) == 2
         else:
             with pytest.raises(RewardPause, match=rf"rewards\.ocr does not score {refused}: leave it out"):
                 await job_rewards.score(samples(2))
-
-    await with_plane({"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, use, modality)
 
 
 def test_videos_have_frames() -> None:
@@ -239,12 +213,10 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
 
 
 async def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
-    async def use(job_rewards: Bound) -> None:
+    async with with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e6)}) as job_rewards:
         verdicts = await job_rewards.score(samples(1))
         assert verdicts["0"].score is None
         assert verdicts["0"].reason == "no_score_ocr"
-
-    await with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e6)}, use)
 
 
 # -- replicas that come and go ---------------------------------------------------------------------------------------
@@ -293,32 +265,28 @@ class Replicas:
         return [len(service.sizes) for service in self.services]
 
 
-async def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
-    async def scenario() -> None:
-        replicas = Replicas()
-        job_rewards = JobRewards(replicas.directory, deadline_s=5.0)
-        try:
-            await use(Bound(job_rewards, {"ocr": RewardPart()}), replicas)
-        finally:
-            await job_rewards.close()
-            await asyncio.gather(*(server.stop(None) for server in replicas.servers))
-
-    await asyncio.wait_for(scenario(), 30)
+@asynccontextmanager
+async def with_replicas() -> AsyncIterator[tuple[Bound, Replicas]]:
+    replicas = Replicas()
+    job_rewards = JobRewards(replicas.directory, deadline_s=5.0)
+    try:
+        yield Bound(job_rewards, {"ocr": RewardPart()}), replicas
+    finally:
+        await job_rewards.close()
+        await asyncio.gather(*(server.stop(None) for server in replicas.servers))
 
 
 async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         replicas.show(*[await replicas.add(max_batch=4) for _ in range(3)])
         await job_rewards.score(samples(8))  # one call is scored, the next waits
         assert replicas.calls == [2, 0, 0]
         await job_rewards.score(samples(12))
         assert replicas.calls == [4, 1, 0]
 
-    await with_replicas(use)
-
 
 async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
         replicas.show(one, two)
         assert len(await job_rewards.score(samples(8))) == 8
@@ -327,11 +295,9 @@ async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_shar
         assert len(await job_rewards.score(samples(8))) == 8
         assert replicas.calls == [4, 8, 4]
 
-    await with_replicas(use)
-
 
 async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         replicas.directory.rewards = {"jpeg": ()}
         with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' is gone; there are: jpeg$"):
             await job_rewards.score(samples(1))
@@ -346,11 +312,9 @@ async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
         replicas.show(await replicas.add())
         assert len(await job_rewards.score(samples(1))) == 1
 
-    await with_replicas(use)
-
 
 async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
         replicas.show(one, two)
         await job_rewards.score(samples(2))
@@ -358,11 +322,9 @@ async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
         assert len(await job_rewards.score(samples(4))) == 4
         assert replicas.calls == [2, 4]
 
-    await with_replicas(use)
-
 
 async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         dead, alive = await replicas.add(), await replicas.add(max_batch=2)
         await replicas.servers[0].stop(None)
         replicas.show(dead, alive)
@@ -371,11 +333,9 @@ async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> Non
         with pytest.raises(RewardFailure, match=f"^rewards.ocr: service 'ocr' at {dead} cannot be reached"):
             await job_rewards.score(samples(1))
 
-    await with_replicas(use)
-
 
 async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         gate = asyncio.Event()
         one, two = await replicas.add(), await replicas.add()
         replicas.services[0].gate = gate
@@ -387,22 +347,17 @@ async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
         gate.set()
         assert (await draining)["0"].score == 1.0
 
-    await with_replicas(use)
-
 
 async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
         await job_rewards.score(samples(8))
         assert max(size for service in replicas.services for size in service.sizes) == 2
 
-    await with_replicas(use)
-
 
 async def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
     """Neither for its Describe nor, unknown as it is, for scores."""
-
-    async def use(job_rewards: Bound, replicas: Replicas) -> None:
+    async with with_replicas() as (job_rewards, replicas):
         hung, well = await replicas.add(), await replicas.add(max_batch=2)
         replicas.services[0].hangs = True
         replicas.show(hung, well)
@@ -412,5 +367,3 @@ async def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
         before = asyncio.all_tasks()
         await job_rewards.job_rewards.close()
         assert not [task for task in before if not task.done() and "_describe" in repr(task)]
-
-    await with_replicas(use)
