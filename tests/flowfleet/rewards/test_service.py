@@ -6,7 +6,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,9 +18,10 @@ import pytest
 from flowfleet.media.files import encode_media
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rewards.service import Params, Pending, Reward, RewardServicer, Sample, answer, read_params, serve
 from flowfleet.rpc import endpoint as rpc
+from tests.serving import listening
 
 if TYPE_CHECKING:
     from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
@@ -37,27 +39,20 @@ def request(*prompts: str, **params: str) -> ScoreRequest:
     return ScoreRequest(samples=samples, params=params)
 
 
-async def use(scenario: Callable[[RewardServiceAsyncStub], Any], score: Callable[..., Any], **settings: Any) -> None:
-    server = rpc.make_server()
+@asynccontextmanager
+async def served(score: Callable[..., Any], **settings: Any) -> AsyncIterator[RewardServiceAsyncStub]:
     servicer = RewardServicer(Reward(score=score, **{"name": "mine", "version": "2", **settings}))
-    add_RewardServiceServicer_to_server(servicer, server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        async with asyncio.timeout(60), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-            await scenario(RewardServiceStub(channel))
-    finally:
-        await server.stop(None)
+    async with (
+        asyncio.timeout(60),
+        listening(rpc.make_server(), servicer) as address,
+        rpc.open_channel(address) as channel,
+    ):
+        yield RewardServiceStub(channel)
 
 
 async def ask(sent: ScoreRequest, score: Callable[..., Any], **settings: Any) -> ScoreResponse:
-    found: list[ScoreResponse] = []
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
-        found.append(await stub.Score(sent, timeout=30))
-
-    await use(scenario, score, **settings)
-    return found[0]
+    async with served(score, **settings) as stub:
+        return await stub.Score(sent, timeout=30)
 
 
 def shown(response: ScoreResponse) -> list[float | str]:
@@ -213,7 +208,7 @@ async def test_what_nobody_waits_for_is_not_scored() -> None:
         assert gate.wait(30)
         return 1.0
 
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(slow) as stub:
         first = asyncio.ensure_future(stub.Score(request("first"), timeout=30))
         await asyncio.to_thread(begun.wait, 30)
         with pytest.raises(grpc.aio.AioRpcError):
@@ -223,8 +218,6 @@ async def test_what_nobody_waits_for_is_not_scored() -> None:
         gate.set()
         await first
         await stub.Score(request("last"), timeout=30)
-
-    await use(scenario, slow)
     assert seen == ["first", "last"]
 
 
@@ -237,7 +230,7 @@ async def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> N
         await gone.wait()
         return 0.5
 
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(score) as stub:
         calls = [asyncio.ensure_future(stub.Score(request("a"), timeout=30)) for _ in range(3)]
         (refused,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         error = refused.exception()
@@ -247,8 +240,6 @@ async def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> N
         gone.set()
         await asyncio.gather(*(call for call in calls if call is not refused))
         assert len((await stub.Score(request("a", "b", "c"), timeout=30)).scores) == 3
-
-    await use(scenario, score)
 
 
 def test_numbers_are_finite() -> None:

@@ -20,6 +20,7 @@ from flowfleet.process.traces import StepIds
 from flowfleet.proto import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
 from tests.collector import Collector, Seen, collector, http_collector
+from tests.serving import listening
 
 DESCRIBE, GENERATE = "flowfleet.v1.RewardService/Describe", "flowfleet.v1.RolloutService/Generate"
 CLIENT, SERVER = 3, 2
@@ -58,15 +59,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @asynccontextmanager
 async def serving(servicer: Services) -> AsyncIterator[grpc.aio.Channel]:
-    server = rpc.make_server()
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    channel = rpc.open_channel(f"127.0.0.1:{port}")
-    yield channel
-    await channel.close()
-    await server.stop(None)
+    async with listening(rpc.make_server(), servicer) as address, rpc.open_channel(address) as channel:
+        yield channel
 
 
 async def describe(channel: grpc.aio.Channel) -> str:

@@ -25,6 +25,7 @@ from flowfleet import errors
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.rpc import guard as rpc_guard
+from tests.serving import listening
 
 REWARD = "flowfleet.v1.RewardService"
 
@@ -79,18 +80,9 @@ class PlainReward(reward_pb2_grpc.RewardServiceServicer):
 @asynccontextmanager
 async def running(*servicers: Any, token: str | None = None) -> AsyncIterator[str]:
     server = rpc.make_server(token=token)
-    for servicer in servicers:
-        if isinstance(servicer, reward_pb2_grpc.RewardServiceServicer):
-            reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
-        else:
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
     await rpc.HealthState(REWARD).register(server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    async with listening(server, *servicers) as address:
+        yield address
 
 
 @asynccontextmanager
@@ -231,14 +223,10 @@ async def test_strangers_are_answered_before_their_message_has_come(method: str)
 
 async def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
     server = rpc.make_server(guarded=False)
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(PlainReward(), server)
-    port = rpc.listen(server, "127.0.0.1", 0, guarded=False)
-    await server.start()
-    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+    async with listening(server, PlainReward(), guarded=False) as address, rpc.open_channel(address) as channel:
         describe: Any = channel.unary_unary(f"/{REWARD}/Describe")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await describe(bytes(100_000), timeout=10)
-    await server.stop(None)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -12,9 +12,9 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from flowfleet.process import service
-from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.rpc import kinds, tls
+from tests import serving
 from tests.certificates import Authority
 
 Code = grpc.StatusCode
@@ -46,17 +46,9 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 async def served() -> AsyncIterator[str]:
     """Every service, none of whose methods does anything: an admitted call ends with INTERNAL."""
     server = rpc.make_server()
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(reward_pb2_grpc.RewardServiceServicer(), server)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout_pb2_grpc.RolloutServiceServicer(), server)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer_pb2_grpc.TrainerServiceServicer(), server)
-    health = rpc.HealthState()
-    await health.register(server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    await rpc.HealthState().register(server)
+    async with serving.listening(server, *(servicer() for servicer in serving.SERVICES)) as address:
+        yield address
 
 
 async def answers(channel: grpc.aio.Channel) -> dict[str, Code]:

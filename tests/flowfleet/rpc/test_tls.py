@@ -16,6 +16,7 @@ from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.rpc import tls
 from tests.certificates import Authority
+from tests.serving import listening
 
 Code = grpc.StatusCode
 
@@ -71,16 +72,9 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Sides:
 async def served(
     rollout: Rollout | None = None, *, token: str | None = None, guarded: bool = True
 ) -> AsyncIterator[str]:
-    server = rpc.make_server(token=token, guarded=guarded)
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(Reward(), server)
-    if rollout is not None:
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
-    port = rpc.listen(server, "127.0.0.1", 0, guarded=guarded)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    server, servicers = rpc.make_server(token=token, guarded=guarded), [Reward(), *([rollout] if rollout else [])]
+    async with listening(server, *servicers, guarded=guarded) as address:
+        yield address
 
 
 async def describe(channel: grpc.aio.Channel) -> str:

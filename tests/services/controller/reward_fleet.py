@@ -16,6 +16,7 @@ from flowfleet.rewards.requests import EncodedSample
 from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.rewards.job_rewards import JobRewards
 from services.controller.rewards.metrics import RewardCalls
+from tests.serving import started
 
 PATIENCE_S, PENDING_S = 100.0, 500.0
 
@@ -81,13 +82,7 @@ async def served(services: dict[str, Any]) -> AsyncIterator[dict[str, str]]:
     """The addresses of these servicers; a service may also be a function from method to handler."""
     servers, addresses = [], {}
     for name, service in services.items():
-        server = grpc.aio.server()
-        if isinstance(service, reward_pb2_grpc.RewardServiceServicer):
-            reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
-        else:
-            server.add_generic_rpc_handlers((service,))
-        addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+        server, addresses[name] = await started(service)
         servers.append(server)
     try:
         async with asyncio.timeout(60):

@@ -39,6 +39,7 @@ from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import JobRecord
 from services.controller.store.store import Store
+from tests.serving import started
 
 Score = Callable[[reward_pb2.RewardSample], float]
 
@@ -301,19 +302,15 @@ async def scripted_fleet(
     trainer = ScriptedTrainer(rollout)
     servers: list[grpc.aio.Server] = []
 
-    async def serve(add: Callable[[Any, grpc.aio.Server], None], service: Any) -> str:
-        server = grpc.aio.server()
-        add(service, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
+    async def serve(service: Any) -> str:
+        server, address = await started(service)
         servers.append(server)
-        return f"127.0.0.1:{port}"
+        return address
 
-    rollout.address = await serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollout)
+    rollout.address = await serve(rollout)
     renewing = asyncio.create_task(rollout.renew())
-    add_reward = reward_pb2_grpc.add_RewardServiceServicer_to_server
-    addresses = {name: await serve(add_reward, reward) for name, reward in rewards.items()}
-    launcher = ScriptedLauncher(await serve(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer))
+    addresses = {name: await serve(reward) for name, reward in rewards.items()}
+    launcher = ScriptedLauncher(await serve(trainer))
     settings = ControllerSettings(
         redis_url=SecretStr(redis_url),
         state_dir=state_dir,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,23 +14,18 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rewards.requests import EncodedSample
-from flowfleet.rpc import endpoint as rpc
 from services.reward.execution.batcher import Limits
-from services.reward.execution.engines import Batched, Direct, Engine
-from services.reward.execution.evaluator import Evaluator
+from services.reward.execution.engines import Direct
 from services.reward.execution.groups import together
 from services.reward.metrics import RewardMetrics
 from services.reward.scorer import AsyncScorer, Outcome, Sample, Score, Scorer
-from services.reward.server import RewardServicer
 from tests.services.reward.pictures import encoded, sample
+from tests.services.reward.serving import served
 from tests.waiting import until
 
 if TYPE_CHECKING:
     from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
-
-Scenario = Callable[["RewardServiceAsyncStub"], Awaitable[None]]
 
 
 class Asking(AsyncScorer[str]):
@@ -82,31 +77,6 @@ class Counting(Scorer[None]):
         return [Score(sum(other.group_id == one.group_id for other in samples)) for one in samples]
 
 
-async def serve(scorer: Scorer[None] | Asking, scenario: Scenario, limits: Limits | None = None) -> CollectorRegistry:
-    """Runs a scenario against a served scorer; returns its metrics."""
-    registry = CollectorRegistry()
-    limits = limits or Limits()
-    metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
-    engine: Engine
-    if isinstance(scorer, Asking):
-        engine = Direct(scorer, limits, metrics)
-    else:
-        engine = Batched(scorer, Evaluator(scorer, 1), limits, metrics)
-    servicer = RewardServicer(engine, limits, metrics)
-    await servicer.start()
-    server = rpc.make_server()
-    servicer.add_to_server(server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        async with asyncio.timeout(120), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-            await scenario(RewardServiceStub(channel))
-    finally:
-        await server.stop(1)
-        await servicer.drain()
-    return registry
-
-
 def numbers(*prompts: str) -> list[Any]:
     return [sample(prompt, Image.new("RGB", (4, 4)), prompt) for prompt in prompts]
 
@@ -123,8 +93,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
     scorer = Asking()
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(scorer) as (stub, registry):
         described = await stub.Describe(DescribeRequest(), timeout=60)
         assert (described.name, described.version, described.contract) == ("asking", "v8", 1)
         scorer.gate.clear()
@@ -133,8 +102,6 @@ async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
         scorer.gate.set()
         assert await asyncio.gather(*calls) == [[float(call), 0.5] for call in range(20)]
         assert scorer.seen[0][0].media == encoded(Image.new("RGB", (4, 4)))
-
-    registry = await serve(scorer, scenario)
     assert scorer.ended == ["started", *["scored"] * 20, "closed"]
     assert value(registry, "samples_total") == 40
     assert value(registry, "batch_size_count") == 20
@@ -143,8 +110,7 @@ async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
 
 async def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     scorer = Asking()
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(scorer) as (stub, _):
         scorer.gate.clear()
         gone = asyncio.create_task(ask(stub, "1"))
         await until(lambda: scorer.seen)
@@ -157,8 +123,6 @@ async def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() ->
         scorer.gate.set()
         assert await ask(stub, "3") == [3.0]
 
-    await serve(scorer, scenario)
-
 
 TWO_BYTES = sum(EncodedSample.of(sample).num_bytes for sample in numbers("1", "2"))
 
@@ -166,8 +130,7 @@ TWO_BYTES = sum(EncodedSample.of(sample).num_bytes for sample in numbers("1", "2
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])
 async def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
     scorer = Asking()
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(scorer, limits) as (stub, _):
         scorer.gate.clear()
         running = asyncio.create_task(ask(stub, "1", "2"))
         await until(lambda: scorer.seen)
@@ -178,13 +141,10 @@ async def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
         assert await running == [1.0, 2.0]
         assert await ask(stub, "3", "4") == [3.0, 4.0]
 
-    await serve(scorer, scenario, limits)
-
 
 async def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
     scorer = Asking()
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(scorer) as (stub, registry):
         junk = RewardSample(sample_id="junk", media=b"junk", media_type="image/png", prompt="1")
         video = RewardSample(sample_id="video", media=b"x", media_type="video/mp4", prompt="1")
         request = ScoreRequest(samples=[junk, *numbers("0.5", "nan"), video])
@@ -195,15 +155,13 @@ async def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
         only = await stub.Score(ScoreRequest(samples=[junk]), timeout=60)
         assert only.scores[0].error.startswith("the 4 bytes of media are not a whole image/png")
         assert len(scorer.seen) == 1
-
-    registry = await serve(scorer, scenario)
     assert value(registry, "errors_total", reason="undecodable") == 2
     assert value(registry, "errors_total", reason="non_finite") == 1
     assert value(registry, "errors_total", reason="media_type") == 1
 
 
 async def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() -> None:
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(Asking()) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(stub, "1", word="down")
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -211,8 +169,6 @@ async def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() ->
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(stub, "1", "2", word="forget")
         assert caught.value.code() is grpc.StatusCode.INTERNAL
-
-    await serve(Asking(), scenario)
 
 
 async def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> None:
@@ -234,8 +190,7 @@ async def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> 
 
 async def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call() -> None:
     scorer = Counting()
-
-    async def scenario(stub: RewardServiceAsyncStub) -> None:
+    async with served(scorer, Limits(max_wait_s=0.2)) as (stub, _):
         assert (await stub.Describe(DescribeRequest(), timeout=60)).needs_group
         samples = numbers(*"abcdefg")
         for one, group in zip(samples, "xyxyxzz", strict=True):
@@ -245,8 +200,6 @@ async def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call(
         assert [given.sample_id for given in first.scores] == list("abcdefg")
         assert [given.score for given in first.scores] == [3, 2, 3, 2, 3, 2, 2]
         assert [given.score for given in second.scores] == [1, 1]
-
-    await serve(scorer, scenario, Limits(max_wait_s=0.2))
     assert sorted(scorer.batches) == [2, 7]
 
 

@@ -8,7 +8,8 @@ import json
 import pickle
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,30 +36,23 @@ def samples(number: int) -> list[EncodedSample]:
     ]
 
 
-async def run(
-    answer: Answer, scenario: Callable[[HttpScorer, WebServer], Awaitable[T]], scheme: str = "http", **settings: Any
-) -> T:
-    """A scenario with a scorer and the server that it asks."""
+@asynccontextmanager
+async def scoring(answer: Answer, scheme: str = "http", **settings: Any) -> AsyncIterator[tuple[HttpScorer, WebServer]]:
+    """A scorer with the server that it asks."""
     tls = settings.pop("tls", None)
-
-    async def main() -> T:
-        async with asyncio.timeout(120), web_server(answer, tls) as server:
-            url = f"{scheme}://127.0.0.1:{server.port}/score"
-            scorer = http_scorer.make("http", QUICK | {"url": url} | settings, 1)
-            await scorer.start()
-            try:
-                return await scenario(scorer, server)
-            finally:
-                await scorer.close()
-
-    return await main()
+    async with asyncio.timeout(120), web_server(answer, tls) as server:
+        url = f"{scheme}://127.0.0.1:{server.port}/score"
+        scorer = http_scorer.make("http", QUICK | {"url": url} | settings, 1)
+        await scorer.start()
+        try:
+            yield scorer, server
+        finally:
+            await scorer.close()
 
 
-async def ask(answer: Answer, number: int = 3, **settings: Any) -> list[Outcome]:
-    async def scenario(scorer: HttpScorer, server: WebServer) -> list[Outcome]:
+async def ask(answer: Answer, number: int = 3, scheme: str = "http", **settings: Any) -> list[Outcome]:
+    async with scoring(answer, scheme, **settings) as (scorer, _):
         return await scorer.score(samples(number), ())
-
-    return await run(answer, scenario, **settings)
 
 
 async def complaint(answer: Answer, **settings: Any) -> str:
@@ -85,7 +79,7 @@ async def by_index(asked: Asked) -> bytes:
 
 
 async def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
-    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+    async with scoring(by_index, batch_size=3, extra={"strict": True}, headers={"X-Team": "red"}) as (scorer, server):
         outcomes = await scorer.score(samples(7), (("style", "plain"),))
         assert outcomes == [Score(index / 10) for index in range(7)]
         assert sorted(len(asked.json["images"]) for asked in server.asked) == [1, 3, 3]
@@ -95,8 +89,6 @@ async def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
         assert first["media_types"] == ["image/png"] * 3
         assert (first["params"], first["strict"]) == ({"style": "plain"}, True)
         assert server.asked[0].headers["x-team"] == "red"
-
-    await run(by_index, scenario, batch_size=3, extra={"strict": True}, headers={"X-Team": "red"})
 
 
 @pytest.mark.parametrize(
@@ -141,29 +133,25 @@ async def test_no_more_requests_than_settings_concurrency_over_kept_connections(
         await asyncio.sleep(0.02)
         return await by_index(asked)
 
-    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+    async with scoring(answer, batch_size=1, concurrency=3) as (scorer, server):
         await asyncio.gather(*(scorer.score(samples(4), ()) for _ in range(5)))
         assert len(server.asked) == 20
         assert server.most_busy == 3
         assert server.num_connections <= 3
 
-    await run(answer, scenario, batch_size=1, concurrency=3)
-
 
 async def test_a_cancelled_call_leaves_the_server() -> None:
-    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+    async def never(asked: Asked) -> bytes:
+        await asyncio.sleep(5)
+        return b""
+
+    async with scoring(never, batch_size=1, concurrency=3) as (scorer, server):
         call = asyncio.create_task(scorer.score(samples(3), ()))
         await until(lambda: server.busy >= 3)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert scorer._slots._value == 3
-
-    async def never(asked: Asked) -> bytes:
-        await asyncio.sleep(5)
-        return b""
-
-    await run(never, scenario, batch_size=1, concurrency=3)
 
 
 async def test_what_fails_for_now_is_asked_again() -> None:
@@ -177,12 +165,10 @@ async def test_what_fails_for_now_is_asked_again() -> None:
 
 
 async def test_retries_are_bounded_by_their_budget() -> None:
-    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+    async with scoring(said((500, b"")), retries=20, retry_ratio=0.1) as (scorer, server):
         calls = await asyncio.gather(*(scorer.score(samples(1), ()) for _ in range(40)), return_exceptions=True)
         assert all(isinstance(call, Unavailable) for call in calls)
         assert 40 + 10 <= len(server.asked) <= 40 + 10 + 40 * 0.1
-
-    await run(said((500, b"")), scenario, retries=20, retry_ratio=0.1)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +250,7 @@ async def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_tr
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
         return (500, b"oom") if down and '"1"' in asked.json["prompts"][0] else await by_index(asked)
 
-    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
-        nonlocal down
+    async with scoring(answer, batch_size=1, retries=0) as (scorer, server):
         for _ in range(2):
             with pytest.raises(Unavailable, match=r"answered status 500 \(oom\)"):
                 await scorer.score(samples(3), ())
@@ -275,8 +260,6 @@ async def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_tr
         assert len(server.asked) == 3 + 1 + 1
         await scorer.score(samples(3), ())
         assert len(server.asked) == 3 + 1 + 1 + 3  # kept for the next try alone
-
-    await run(answer, scenario, batch_size=1, retries=0)
 
 
 async def test_nobody_at_the_address() -> None:
@@ -294,27 +277,22 @@ async def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(ca))
 
-    async def scenario(scorer: HttpScorer, server: WebServer) -> Sequence[Outcome]:
-        return await scorer.score(samples(1), ())
-
-    assert await run(by_index, scenario, "https", tls=tls, ca=str(ca)) == [Score(0.0)]
+    assert await ask(by_index, 1, "https", tls=tls, ca=str(ca)) == [Score(0.0)]
     with pytest.raises(Unavailable, match=r"shows a certificate that is not trusted .*: set settings.ca"):
-        await run(by_index, scenario, "https", tls=tls, retries=0)
+        await ask(by_index, 1, "https", tls=tls, retries=0)
     with pytest.raises(Unavailable, match=r"does not speak TLS as asked .*: is it http:// instead"):
-        await run(by_index, scenario, "https", retries=0)
+        await ask(by_index, 1, "https", retries=0)
 
 
 async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(scorer: HttpScorer, server: WebServer) -> str:
-        await scorer.score(samples(1), ())
-        return server.asked[0].headers["authorization"]
-
     secret: Any = {"headers_from_env": {"Authorization": "TEST_JUDGE_KEY"}}
     monkeypatch.setenv("TEST_JUDGE_KEY", "Bearer abc\n")
-    assert await run(by_index, scenario, **secret) == "Bearer abc"
+    async with scoring(by_index, **secret) as (scorer, server):
+        await scorer.score(samples(1), ())
+    assert server.asked[0].headers["authorization"] == "Bearer abc"
     monkeypatch.delenv("TEST_JUDGE_KEY")
     with pytest.raises(ValueError, match="the environment variable TEST_JUDGE_KEY is not set"):
-        await run(by_index, scenario, **secret)
+        await ask(by_index, **secret)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,22 +14,14 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.rpc import endpoint as rpc
 from services.reward.execution.batcher import Limits
-from services.reward.execution.engines import Batched
-from services.reward.execution.evaluator import Evaluator
-from services.reward.metrics import RewardMetrics
 from services.reward.scorer import Outcome, Sample, Score, Scorer
-from services.reward.server import RewardServicer
 from tests.services.reward.pictures import sample
+from tests.services.reward.serving import served
 from tests.waiting import until
 
 if TYPE_CHECKING:
     from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
-
-Queued = Callable[[], float | None]
-Scenario = Callable[["RewardServiceAsyncStub", Queued], Awaitable[None]]
 
 
 class Echo(Scorer[None]):
@@ -55,56 +47,31 @@ def numbers(*prompts: str) -> list[RewardSample]:
     return [sample(prompt, Image.new("RGB", (4, 4)), prompt) for prompt in prompts]
 
 
-async def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry:
-    """Runs a scenario against a served scorer; returns its metrics."""
-    registry = CollectorRegistry()
-
-    def queued() -> float | None:
-        return registry.get_sample_value("flowfleet_reward_queued_samples", {"scorer": scorer.name})
-
-    metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
-    servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
-    await servicer.start()
-    server = rpc.make_server()
-    servicer.add_to_server(server)
-    port = rpc.listen(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        async with asyncio.timeout(20), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-            await scenario(RewardServiceStub(channel), queued)
-    finally:
-        scorer.gate.set()
-        await servicer.drain()
-        await server.stop(1)
-    return registry
+def queued(registry: CollectorRegistry) -> float | None:
+    return registry.get_sample_value("flowfleet_reward_queued_samples", {"scorer": "echo"})
 
 
 async def test_non_finite_scores_never_leave() -> None:
-    async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
+    async with served(Echo()) as (stub, registry):
         response = await stub.Score(ScoreRequest(samples=numbers("0.5", "nan", "-inf", "2")), timeout=10)
         assert [given.WhichOneof("outcome") for given in response.scores] == ["score", "error", "error", "score"]
         assert response.scores[1].error == "the score is nan"
-
-    registry = await serve(Echo(), Limits(), scenario)
     labels = {"scorer": "echo", "reason": "non_finite"}
     assert registry.get_sample_value("flowfleet_reward_errors_total", labels) == 2
 
 
 async def test_a_cancelled_call_is_never_scored() -> None:
     scorer = Echo()
-
-    async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
+    async with served(scorer) as (stub, registry):
         scorer.gate.clear()
         running = asyncio.create_task(_score(stub, "1"))
         await until(lambda: scorer.seen)
         gone, stays = (asyncio.create_task(_score(stub, prompt)) for prompt in ("2", "3"))
-        await until(lambda: queued() == 2)
+        await until(lambda: queued(registry) == 2)
         gone.cancel()
-        await until(lambda: queued() == 1)
+        await until(lambda: queued(registry) == 1)
         scorer.gate.set()
         assert [await running, await stays] == [[1.0], [3.0]]
-
-    registry = await serve(scorer, Limits(), scenario)
     assert scorer.seen == ["1", "3"]
     labels = {"scorer": "echo", "code": "CANCELLED"}
     assert registry.get_sample_value("flowfleet_reward_requests_total", labels) == 1
@@ -112,31 +79,27 @@ async def test_a_cancelled_call_is_never_scored() -> None:
 
 async def test_a_call_past_its_deadline_is_never_scored() -> None:
     scorer = Echo()
-
-    async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
+    async with served(scorer) as (stub, registry):
         scorer.gate.clear()
         running = asyncio.create_task(_score(stub, "1"))
         await until(lambda: scorer.seen)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Score(ScoreRequest(samples=numbers("2")), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: queued() == 0)
+        await until(lambda: queued(registry) == 0)
         scorer.gate.set()
         assert await running == [1.0]
-
-    await serve(scorer, Limits(), scenario)
     assert scorer.seen == ["1"]
 
 
 async def test_too_much_at_a_time_is_resource_exhausted() -> None:
     scorer = Echo()
-
-    async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
+    async with served(scorer, Limits(max_queued=2)) as (stub, registry):
         scorer.gate.clear()
         running = asyncio.create_task(_score(stub, "1"))
         await until(lambda: scorer.seen)
         waiting = asyncio.create_task(_score(stub, "2", "3"))
-        await until(lambda: queued() == 2)
+        await until(lambda: queued(registry) == 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _score(stub, "4")
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -144,13 +107,10 @@ async def test_too_much_at_a_time_is_resource_exhausted() -> None:
         scorer.gate.set()
         assert [await running, await waiting] == [[1.0], [2.0, 3.0]]
 
-    await serve(scorer, Limits(max_queued=2), scenario)
-
 
 async def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
     scorer = Echo()
-
-    async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
+    async with served(scorer) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _score(stub, "secret", "hidden")
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -159,8 +119,6 @@ async def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
             "scorer echo failed on this sample: ValueError"
         )
         assert await _score(stub, "1") == [1.0]
-
-    await serve(scorer, Limits(), scenario)
 
 
 async def _score(stub: RewardServiceAsyncStub, *prompts: str) -> list[float]:

@@ -18,11 +18,8 @@ from flowfleet.proto.trainer_pb2 import TrainStepRequest
 from flowfleet.rewards.gradients import PixelInput
 from flowfleet.rpc import endpoint as rpc
 from services.reward.execution.batcher import Limits
-from services.reward.execution.engines import Batched
-from services.reward.execution.evaluator import Evaluator
-from services.reward.metrics import RewardMetrics
 from services.reward.scorer import GradientOutcome, Outcome, Problem, Sample, Score, ScoreGradient, Scorer
-from services.reward.server import RewardServicer
+from tests.services.reward.serving import servicer_of
 
 BAD = "unscorable"
 """A prompt for which there is no score."""
@@ -95,8 +92,7 @@ def served(scorer: Known | None = None, limits: Limits = Limits()) -> Iterator[S
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     async def start() -> tuple[Any, Any, str]:
-        metrics = RewardMetrics(scorer.name, scorer.score_range, CollectorRegistry())
-        servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
+        servicer = servicer_of(scorer, limits, CollectorRegistry())
         await servicer.start()
         server = rpc.make_server()
         servicer.add_to_server(server)

@@ -20,6 +20,7 @@ from services.controller.fleet import watch as fleet_watch
 from services.controller.fleet.replicas import Fleet
 from services.controller.fleet.watch import FleetWatch, NobodyThere, ReplicaQueue, Want
 from tests.services.controller.fleet.test_replicas import fleet_of, record
+from tests.serving import started
 from tests.waiting import until
 
 WANT = Want(3, 3, limit=2)
@@ -118,10 +119,8 @@ class Watched(NamedTuple):
 async def watched(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     monkeypatch.setattr(replicas, "STALE_S", 0.4)
     monkeypatch.setattr(replicas, "EXPIRES_S", 2.0)
-    redis, server, service = connect(redis_url), grpc.aio.server(), Answers()
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
+    redis, service = connect(redis_url), Answers()
+    server, address = await started(service)
     watch = FleetWatch(redis, poll_s=0.05)
     await watch.start()
     yield Watched(watch, ReplicaDirectory(redis), service, record("a", address=address), server)

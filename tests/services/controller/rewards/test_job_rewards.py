@@ -19,6 +19,7 @@ from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference
 from tests.services.controller.reward_fleet import served
+from tests.serving import started
 from tests.waiting import until
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
@@ -249,10 +250,8 @@ class Replicas:
         self.servers: list[grpc.aio.Server] = []
 
     async def add(self, **described: Any) -> str:
-        service, server = Scripted(scored(1.0), **described), grpc.aio.server()
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+        service = Scripted(scored(1.0), **described)
+        server, address = await started(service)
         self.services.append(service)
         self.servers.append(server)
         return address

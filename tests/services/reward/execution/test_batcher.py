@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -31,24 +32,17 @@ class Work:
         return [-item for item in items]
 
 
-async def run(
-    limits: Limits, scenario: Callable[[Batcher, Work], Coroutine[Any, Any, None]], num_batches: int = 1
-) -> list[tuple[str, list[int]]]:
-    """Runs a scenario against a started batcher; returns the batches that were worked on."""
+@asynccontextmanager
+async def running(limits: Limits, num_batches: int = 1) -> AsyncIterator[tuple[Batcher, Work]]:
     work = Work()
-
-    async def main() -> None:
-        batcher = Batcher(work, limits, num_batches)
-        batcher.start()
-        try:
-            async with asyncio.timeout(10):
-                await scenario(batcher, work)
-        finally:
-            work.gate.set()
-            await batcher.drain()
-
-    await main()
-    return work.batches
+    batcher = Batcher(work, limits, num_batches)
+    batcher.start()
+    try:
+        async with asyncio.timeout(10):
+            yield batcher, work
+    finally:
+        work.gate.set()
+        await batcher.drain()
 
 
 async def occupied(batcher: Batcher, work: Work, num_items: int = 1) -> asyncio.Task[list[int]]:
@@ -77,53 +71,47 @@ async def released(work: Work, *tasks: Awaitable[list[int]]) -> list[Any]:
 
 
 async def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_results() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=8)) as (batcher, work):
         first = await occupied(batcher, work)
         tasks = await queued(batcher, work, ([1, 2], "a"), ([3], "b"), ([4], "a"))
         assert batcher.num_queued == 4
         assert await released(work, first, *tasks) == [[0], [-1, -2], [-3], [-4]]
-
-    assert await run(Limits(max_batch=8), scenario) == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
+    assert work.batches == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
 
 
 async def test_requests_that_arrive_within_the_wait_are_merged() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=8, max_wait_s=0.1)) as (batcher, work):
         start = time.monotonic()
         tasks = [asyncio.create_task(batcher.submit([item], "a")) for item in (1, 2, 3)]
         assert await asyncio.gather(*tasks) == [[-1], [-2], [-3]]
         assert time.monotonic() - start >= 0.1
-
-    assert await run(Limits(max_batch=8, max_wait_s=0.1), scenario) == [("a", [1, 2, 3])]
+    assert work.batches == [("a", [1, 2, 3])]
 
 
 async def test_a_full_batch_does_not_wait() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=3, max_wait_s=60.0)) as (batcher, work):
         assert await batcher.submit([1, 2, 3], "a") == [-1, -2, -3]
-
-    assert await run(Limits(max_batch=3, max_wait_s=60.0), scenario) == [("a", [1, 2, 3])]
+    assert work.batches == [("a", [1, 2, 3])]
 
 
 async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=4, max_wait_s=60.0)) as (batcher, work):
         first = await occupied(batcher, work, 4)
         tasks = await queued(batcher, work, ([1, 2, 3], "a"), ([4, 5], "a"), ([6], "a"), ([7, 8], "a"))
         await released(work, first, *tasks)
-
-    assert (await run(Limits(max_batch=4, max_wait_s=60.0), scenario))[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
+    assert work.batches[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
 
 
 async def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=4, max_wait_s=60.0)) as (batcher, work):
         first = await occupied(batcher, work, 4)
         small, large = await queued(batcher, work, ([1], "a"), ([2, 3, 4, 5], "a"))
         assert await released(work, first, small, large) == [[0] * 4, [-1], [-2, -3, -4, -5]]
 
-    await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
-
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=300)])
 async def test_the_queue_is_bounded(limits: Limits) -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(limits) as (batcher, work):
         first = await occupied(batcher, work)
         second = asyncio.create_task(batcher.submit([1, 2], "a", 200))
         await until(lambda: batcher.num_queued == 2)
@@ -132,42 +120,35 @@ async def test_the_queue_is_bounded(limits: Limits) -> None:
         assert await released(work, first, second) == [[0], [-1, -2]]
         assert await batcher.submit([3, 4], "a", 200) == [-3, -4]
 
-    await run(limits, scenario)
-
 
 async def test_a_cancelled_request_leaves_the_queue() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits()) as (batcher, work):
         first = await occupied(batcher, work)
         gone, stays = await queued(batcher, work, ([1, 2], "a"), ([3], "a"))
         gone.cancel()
         await until(lambda: batcher.num_queued == 1)
         assert await released(work, first, stays) == [[0], [-3]]
-
-    assert (await run(Limits(), scenario))[1:] == [("a", [3])]
+    assert work.batches[1:] == [("a", [3])]
 
 
 async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits()) as (batcher, work):
         first = await occupied(batcher, work)
         first.cancel()
         (second,) = await queued(batcher, work, ([1], "a"))
         assert await released(work, second) == [[-1]]
 
-    await run(Limits(), scenario)
-
 
 async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits()) as (batcher, work):
         first = await occupied(batcher, work)
         tasks = await queued(batcher, work, ([1], "bad"), ([2], "good"), ([3], "bad"))
         results = await released(work, first, *tasks)
         assert [type(result) for result in results] == [list, ZeroDivisionError, list, ZeroDivisionError]
 
-    await run(Limits(), scenario)
-
 
 async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_batch=4, max_wait_s=60.0)) as (batcher, work):
         first = await occupied(batcher, work, 4)
         (second,) = await queued(batcher, work, ([1], "a"))
         draining = asyncio.create_task(batcher.drain())
@@ -177,11 +158,9 @@ async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
         assert await released(work, first, second) == [[0] * 4, [-1]]
         await draining
 
-    await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
-
 
 async def test_as_many_batches_run_at_once_as_may() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_wait_s=0.0), num_batches=2) as (batcher, work):
         first = await occupied(batcher, work)
         tasks = await queued(batcher, work, ([1], "a"))
         await until(lambda: len(work.batches) == 2)
@@ -189,12 +168,11 @@ async def test_as_many_batches_run_at_once_as_may() -> None:
         assert [items for _, items in work.batches] == [[0], [1]]
         assert batcher.num_queued == 2
         assert await released(work, first, *tasks) == [[0], [-1], [-2], [-3]]
-
-    assert (await run(Limits(max_wait_s=0.0), scenario, num_batches=2))[2:] == [("a", [2, 3])]
+    assert work.batches[2:] == [("a", [2, 3])]
 
 
 async def test_draining_waits_for_every_batch_that_runs() -> None:
-    async def scenario(batcher: Batcher, work: Work) -> None:
+    async with running(Limits(max_wait_s=0.0), num_batches=2) as (batcher, work):
         first = await occupied(batcher, work)
         (second,) = await queued(batcher, work, ([1], "a"))
         draining = asyncio.create_task(batcher.drain())
@@ -202,5 +180,3 @@ async def test_draining_waits_for_every_batch_that_runs() -> None:
         assert not draining.done()
         assert await released(work, first, second) == [[0], [-1]]
         await draining
-
-    await run(Limits(max_wait_s=0.0), scenario, num_batches=2)

@@ -26,6 +26,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, reward_set
 from services.controller.store.shadows import SHADOW_TTL_S
 from tests.services.controller.conftest import Api, serve
+from tests.services.controller.reward_fleet import served
 
 MakeJob = Callable[..., dict[str, Any]]
 
@@ -62,16 +63,8 @@ def services() -> dict[str, Service]:
 
 @pytest.fixture
 async def addresses(services: dict[str, Service]) -> AsyncIterator[dict[str, str]]:
-    server_of, found = [], {}
-    for name, servicer in services.items():
-        server = grpc.aio.server()
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
-        found[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        server_of.append(server)
-    yield found | {"away": "127.0.0.1:1"}
-    for server in server_of:
-        await server.stop(None)
+    async with served(services) as found:
+        yield found | {"away": "127.0.0.1:1"}
 
 
 @pytest.fixture
