@@ -49,11 +49,8 @@ def url(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def ping_both(url: str) -> None:
-    async def ping() -> bool:
-        async with redis_client.connect(url) as client:
-            return bool(await client.ping())
-
-    assert await ping()
+    async with redis_client.connect(url) as client:
+        assert await client.ping()
     with redis_client.connect_sync(url) as client:
         assert client.ping()
 

@@ -169,19 +169,14 @@ async def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Ser
     server.operator.flushall()
     server.operator.acl_log_reset()
     record = ReplicaRecord("r0", "127.0.0.1:1", "incarnation", "", "default")
-
-    async def rollout() -> Any:
-        client = redis_client.connect(server.url("rollout"))
-        await client.ping()
-        directory = ReplicaDirectory(client)
-        await directory.put(record)
-        await directory.remove(record)
-        ref = await RedisBlobs(client, chunk_bytes=4).put(keys.blob(JOB, "media", 0, "ab"), b"in chunks", ttl_s=9)
-        await TrajectoryStream(client, JOB).publish(Sample(id=SampleId(job_id=JOB)))
-        await client.aclose()
-        return ref
-
-    ref = await rollout()
+    client = redis_client.connect(server.url("rollout"))
+    await client.ping()
+    directory = ReplicaDirectory(client)
+    await directory.put(record)
+    await directory.remove(record)
+    ref = await RedisBlobs(client, chunk_bytes=4).put(keys.blob(JOB, "media", 0, "ab"), b"in chunks", ttl_s=9)
+    await TrajectoryStream(client, JOB).publish(Sample(id=SampleId(job_id=JOB)))
+    await client.aclose()
     with redis_client.connect_sync(server.url("trainer")) as client:
         blobs = SyncRedisBlobs(client, chunk_bytes=4)
         assert blobs.get(ref) == b"in chunks"

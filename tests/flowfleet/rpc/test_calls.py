@@ -87,18 +87,15 @@ def pair(seen: Collector, name: str) -> tuple[Seen, Seen]:
 
 
 async def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
-    async def run() -> None:
-        tracer = started()
-        async with serving(Services()) as channel:
-            with tracer.command(IDS, "Outer", {"flowfleet.step": 7}, Waits):
-                name = await describe(channel)
-                samples = await generate(channel)
-                traces.link(samples)
-                told.extend([name, *(sample.traceparent for sample in samples)])
-            assert await describe(channel) == ""  # outside of a step: a poll
-
     told: list[str] = []
-    await run()
+    tracer = started()
+    async with serving(Services()) as channel:
+        with tracer.command(IDS, "Outer", {"flowfleet.step": 7}, Waits):
+            name = await describe(channel)
+            samples = await generate(channel)
+            traces.link(samples)
+            told.extend([name, *(sample.traceparent for sample in samples)])
+        assert await describe(channel) == ""  # outside of a step: a poll
     traces.stop()
     (outer,) = seen.named("Outer")
     assert (outer.trace, outer.parent) == (IDS.trace_hex, f"{IDS.span:016x}")

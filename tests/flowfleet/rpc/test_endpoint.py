@@ -171,17 +171,16 @@ async def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
                     found.add(error.code())
         return found
 
-    async def scenario() -> tuple[set[grpc.StatusCode], set[grpc.StatusCode]]:
-        async with (
-            running(PlainReward(), Rollout(1), token=token) as address,
-            rpc.open_channel(address, token=token) as right,
-            rpc.open_channel(address, token="wrong") as wrong,
-        ):
-            return await codes(right), await codes(wrong)
-
     invalid, refused = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED
-    found = await scenario()
-    assert found == ({invalid}, {grpc.StatusCode.OK, refused} if token else {invalid})
+    async with (
+        running(PlainReward(), Rollout(1), token=token) as address,
+        rpc.open_channel(address, token=token) as right,
+        rpc.open_channel(address, token="wrong") as wrong,
+    ):
+        assert (await codes(right), await codes(wrong)) == (
+            {invalid},
+            {grpc.StatusCode.OK, refused} if token else {invalid},
+        )
     assert "not a message of this method" in caplog.text
     assert "Traceback" not in caplog.text
     assert not any(record.exc_info for record in caplog.records)
@@ -231,14 +230,11 @@ async def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None
 
 
 async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
-    async def call() -> grpc.aio.AioRpcError:
-        async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
-            generate: Any = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await generate(GARBAGE[2], timeout=10).read()
-            return caught.value
-
-    assert (await call()).code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
+        generate: Any = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(GARBAGE[2], timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 NO_ADDRESSES = (
@@ -278,13 +274,10 @@ async def test_a_handlers_own_abort_passes_through() -> None:
         async def Describe(self, request: Any, context: Any) -> Any:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "mine")
 
-    async def call() -> grpc.aio.AioRpcError:
-        async with running(Aborting()) as address, reward_stub(address) as stub:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
-            return caught.value
-
-    received = await call()
+    async with running(Aborting()) as address, reward_stub(address) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
+        received = caught.value
     assert (received.code(), received.details()) == (grpc.StatusCode.ALREADY_EXISTS, "mine")
     assert rpc.rpc_error_message(received) == "ALREADY_EXISTS: mine"
 
@@ -354,12 +347,9 @@ async def test_a_large_request_is_retried_as_well() -> None:
                 raise errors.Unavailable("once more")
             return reward_pb2.ScoreResponse(scores=[reward_pb2.RewardScore(score=len(request.samples[0].media))])
 
-    async def call() -> float:
-        request = reward_pb2.ScoreRequest(samples=[reward_pb2.RewardSample(media=bytes(8 * 2**20))])
-        async with running(Failing(lambda: None)) as address, reward_stub(address) as stub:
-            return float((await stub.Score(request, timeout=20)).scores[0].score)
-
-    assert await call() == 8 * 2**20
+    request = reward_pb2.ScoreRequest(samples=[reward_pb2.RewardSample(media=bytes(8 * 2**20))])
+    async with running(Failing(lambda: None)) as address, reward_stub(address) as stub:
+        assert (await stub.Score(request, timeout=20)).scores[0].score == 8 * 2**20
 
 
 async def test_a_call_without_a_deadline_is_refused() -> None:
@@ -378,13 +368,10 @@ async def test_deadlines_end_calls() -> None:
         await asyncio.sleep(30)
         return reward_pb2.DescribeResponse()
 
-    async def call() -> grpc.StatusCode:
-        async with running(Reward(slow)) as address, reward_stub(address) as stub:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Describe(reward_pb2.DescribeRequest(), timeout=0.2)
-            return caught.value.code()
-
-    assert await call() is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with running(Reward(slow)) as address, reward_stub(address) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(reward_pb2.DescribeRequest(), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_message_over_the_limit_is_refused() -> None:
@@ -422,25 +409,18 @@ async def test_a_wrong_or_missing_token_is_refused(sent: str | None) -> None:
 
 async def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", "secret")
-
-    async def call() -> int:
-        servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(2)
-        async with running(servicer, rollout) as address, rpc.open_channel(address) as channel:
-            await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
-            stream = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=10)
-            return sum([1 async for _ in stream])
-
-    assert await call() == 2
+    servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(2)
+    async with running(servicer, rollout) as address, rpc.open_channel(address) as channel:
+        await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
+        stream = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=10)
+        assert sum([1 async for _ in stream]) == 2
 
 
 async def test_unknown_methods_are_unimplemented() -> None:
-    async def call() -> grpc.StatusCode:
-        async with running(Rollout(0)) as address, reward_stub(address) as stub:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
-            return caught.value.code()
-
-    assert await call() is grpc.StatusCode.UNIMPLEMENTED
+    async with running(Rollout(0)) as address, reward_stub(address) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_taken_port_is_an_error_not_a_shared_port() -> None:
@@ -510,22 +490,19 @@ async def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     process = start(port_file, "--metrics-port", "0")
     wait_for(port_file)
 
-    async def call() -> tuple[int, str, int]:
-        async with rpc.open_channel(port_file.read_text()) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            before = (await health.Check(health_pb2.HealthCheckRequest(service=REWARD), timeout=5)).status
-            watch = health.Watch(health_pb2.HealthCheckRequest(service=REWARD), timeout=10)
-            assert (await watch.read()).status == before
-            pending = asyncio.ensure_future(
-                reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
-            )
-            await asyncio.sleep(0.3)
-            process.send_signal(signal.SIGTERM)
-            after = (await watch.read()).status
-            return before, (await pending).name, after
-
     status = health_pb2.HealthCheckResponse
-    assert await call() == (status.SERVING, "slow", status.NOT_SERVING)
+    async with rpc.open_channel(port_file.read_text()) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        before = (await health.Check(health_pb2.HealthCheckRequest(service=REWARD), timeout=5)).status
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=REWARD), timeout=10)
+        assert (await watch.read()).status == before
+        pending = asyncio.ensure_future(
+            reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
+        )
+        await asyncio.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        after = (await watch.read()).status
+        assert (before, (await pending).name, after) == (status.SERVING, "slow", status.NOT_SERVING)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "serving False\ndrained\n")
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)

@@ -134,14 +134,11 @@ async def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypat
         monkeypatch.setenv(tls.TLS_DIR, str(folder))
         return await asked_with(None, address)
 
-    async def scenario() -> None:
-        monkeypatch.setenv(tls.TLS_DIR, str(folders["trainer"]))
-        async with served() as address:
-            for kind, folder in folders.items():
-                assert await seen_by(folder, address) == expected(kind, Code.PERMISSION_DENIED), kind
-            assert await seen_by(fleet_wide, address) == expected("controller", Code.OK)
-
-    await scenario()
+    monkeypatch.setenv(tls.TLS_DIR, str(folders["trainer"]))
+    async with served() as address:
+        for kind, folder in folders.items():
+            assert await seen_by(folder, address) == expected(kind, Code.PERMISSION_DENIED), kind
+        assert await seen_by(fleet_wide, address) == expected("controller", Code.OK)
 
 
 async def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

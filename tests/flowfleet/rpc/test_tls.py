@@ -93,16 +93,12 @@ async def between(
     sides: Sides, server: Path | None, client: Path | None, **client_name: str
 ) -> tuple[grpc.StatusCode, str]:
     """Errors of a client that the server rejects, or that rejects the server."""
-
-    async def scenario() -> tuple[grpc.StatusCode, str]:
-        sides.be(server)
-        async with served() as address:
-            sides.be(client, **client_name)
-            async with rpc.open_channel(address) as channel:
-                code, message = await refusal(channel)
-                return code, message.replace(address, "ADDRESS")
-
-    return await scenario()
+    sides.be(server)
+    async with served() as address:
+        sides.be(client, **client_name)
+        async with rpc.open_channel(address) as channel:
+            code, message = await refusal(channel)
+            return code, message.replace(address, "ADDRESS")
 
 
 async def test_certificates_of_one_ca_let_in_and_the_token_stays_required(
@@ -146,30 +142,23 @@ async def test_a_client_of_another_ca_is_refused(tmp_path: Path, ca: Authority, 
 
 
 async def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
-    async def scenario() -> grpc.StatusCode:
-        sides.be(ca.issue(tmp_path / "server"))
-        options = [("grpc.ssl_target_name_override", "flowfleet")]
-        async with (
-            served() as address,
-            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.pem), options=options) as channel,
-        ):
-            return (await refusal(channel))[0]
-
-    assert await scenario() is Code.UNAVAILABLE
+    sides.be(ca.issue(tmp_path / "server"))
+    options = [("grpc.ssl_target_name_override", "flowfleet")]
+    async with (
+        served() as address,
+        grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.pem), options=options) as channel,
+    ):
+        assert (await refusal(channel))[0] is Code.UNAVAILABLE
 
 
 async def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
-    async def scenario() -> tuple[grpc.StatusCode, str]:
-        sides.be(ca.issue(tmp_path / "server", "elsewhere"), name="elsewhere")
-        async with served() as address:
-            sides.be(ca.issue(tmp_path / "client"))
-            async with rpc.open_channel(address) as channel:
-                code, message = await refusal(channel)
-                return code, message.replace(address, "ADDRESS")
-
-    code, message = await scenario()
+    sides.be(ca.issue(tmp_path / "server", "elsewhere"), name="elsewhere")
+    async with served() as address:
+        sides.be(ca.issue(tmp_path / "client"))
+        async with rpc.open_channel(address) as channel:
+            code, message = await refusal(channel)
     assert code is Code.UNAVAILABLE
-    assert message == "the certificate of ADDRESS is not for flowfleet: reissue it, or set FLOWFLEET_TLS_NAME"
+    assert message == f"the certificate of {address} is not for flowfleet: reissue it, or set FLOWFLEET_TLS_NAME"
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -148,17 +148,13 @@ async def nobody() -> AsyncIterator[str]:
 
 async def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
     """Asks the reward `beauty`, whose service is called `judge`. Raises what the rewards raise."""
-
-    async def scenario() -> dict[str, Answer]:
-        async with server() as address:
-            job_rewards = JobRewards(StaticDirectory({"judge": address}), deadline_s)
-            try:
-                async with asyncio.timeout(60):
-                    return await job_rewards.ask("beauty", RewardPart(service="judge"), SAMPLES)
-            finally:
-                await job_rewards.close()
-
-    return await scenario()
+    async with server() as address:
+        job_rewards = JobRewards(StaticDirectory({"judge": address}), deadline_s)
+        try:
+            async with asyncio.timeout(60):
+                return await job_rewards.ask("beauty", RewardPart(service="judge"), SAMPLES)
+        finally:
+            await job_rewards.close()
 
 
 async def said_of(server: Server, deadline_s: float = 20.0) -> str:

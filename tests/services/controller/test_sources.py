@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,6 @@ async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path
         "algorithm": {"advantage_clamp": None},
     }
 
-    async def scenario() -> None:
-        rewards = {"ocr": reward("ocr", place_of), "aesthetic": reward("aesthetic", lambda s: 20 + place_of(s))}
-        async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
-            record = await fleet.run(settings)
-            await check(fleet, record.id)
-
     async def check(fleet: ScriptedFleet, job_id: str) -> None:
         assert asked == {"ocr": {"signs"}, "aesthetic": {"scenes"}}
         samples, _ = await fleet.store.samples.page(job_id, limit=100)
@@ -87,4 +80,6 @@ async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path
             )
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
-    await asyncio.wait_for(scenario(), 60)
+    rewards = {"ocr": reward("ocr", place_of), "aesthetic": reward("aesthetic", lambda s: 20 + place_of(s))}
+    async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
+        await check(fleet, (await fleet.run(settings)).id)

@@ -74,13 +74,10 @@ async def test_describe_tells_the_truth(ocr_process: ServiceProcess) -> None:
 
 
 async def test_health_is_serving(ocr_process: ServiceProcess) -> None:
-    async def check() -> int:
-        async with open_channel(ocr_process.address) as channel:
-            request = health_pb2.HealthCheckRequest(service="flowfleet.v1.RewardService")
-            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
-            return int(answer.status)
-
-    assert await check() == health_pb2.HealthCheckResponse.SERVING
+    async with open_channel(ocr_process.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="flowfleet.v1.RewardService")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+        assert int(answer.status) == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:

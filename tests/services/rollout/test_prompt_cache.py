@@ -58,19 +58,16 @@ async def test_a_request_repeated_encodes_nothing_and_has_the_same_bits(
         (made,) = [made async for made in engine.generate(request, lambda: False)]
         return made
 
-    async def scenario() -> None:
-        await engine.prepare(model, LORA)
-        request = make_request(guidance_scale=3.0)
-        alone = await batch(replace(request, groups=request.groups[1:]))
-        assert alone.prompts == {"cache": 0, "encoder": 1}
-        first, again = await batch(request), await batch(request)
-        assert (first.prompts, again.prompts) == ({"cache": 1, "encoder": 1}, {"cache": 2, "encoder": 0})
-        for group in (0, 1):
-            assert torch.equal(first.embeds[group].embeds, again.embeds[group].embeds)
-            assert torch.equal(first.negative[group].embeds, again.negative[group].embeds)
-        own = first.embeds[1].trimmed().embeds
-        assert torch.equal(own, alone.embeds[1].trimmed().embeds)
-        for one, other in zip(first.samples, again.samples, strict=True):
-            assert (one.frames == other.frames).all()
-
-    await scenario()
+    await engine.prepare(model, LORA)
+    request = make_request(guidance_scale=3.0)
+    alone = await batch(replace(request, groups=request.groups[1:]))
+    assert alone.prompts == {"cache": 0, "encoder": 1}
+    first, again = await batch(request), await batch(request)
+    assert (first.prompts, again.prompts) == ({"cache": 1, "encoder": 1}, {"cache": 2, "encoder": 0})
+    for group in (0, 1):
+        assert torch.equal(first.embeds[group].embeds, again.embeds[group].embeds)
+        assert torch.equal(first.negative[group].embeds, again.negative[group].embeds)
+    own = first.embeds[1].trimmed().embeds
+    assert torch.equal(own, alone.embeds[1].trimmed().embeds)
+    for one, other in zip(first.samples, again.samples, strict=True):
+        assert (one.frames == other.frames).all()

@@ -95,32 +95,28 @@ async def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client:
 
 async def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: Any, model: ModelSpec) -> None:
     samples: list[common_pb2.Sample] = []
-
-    async def scenario() -> None:
-        async with client() as c:
-            state = await c.publish_adapter("job-a", 0, model, LORA, seed=1)
-            status = await c.status()
-            assert (status.state, status.job_id, status.policy_version) == (SERVING, "job-a", 0)
-            assert status.weights_digest == weights.digest(weights.tensor_hashes(state.items()))
-            before = status.samples_total
-            samples.extend(await c.generate(make_generate("job-a", 0)))
-            assert (await c.status()).samples_total == before + 6
-            await check_samples(c, samples)
-            consumer = TrajectoryConsumer(c.redis, "job-a", consumer="test")
-            streamed = {d.sample.SerializeToString() for d in await consumer.read(100, 1000)}
-            assert streamed == {sample.SerializeToString() for sample in samples}
-            await check_against_engine(c, samples, state, model)
-            two = await asyncio.gather(*(c.generate(make_generate("job-a", 0)) for _ in range(2)))  # In flight at once.
-            for again in two:
-                assert [sample.SerializeToString() for sample in again] == [s.SerializeToString() for s in samples]
-            for sample, measured in zip(
-                samples, await c.generate(make_generate("job-a", 0, reference_kl=True)), strict=True
-            ):
-                assert sample.reference_kl == 0 < measured.reference_kl
-                measured.ClearField("reference_kl")
-                assert measured == sample
-
-    await scenario()
+    async with client() as c:
+        state = await c.publish_adapter("job-a", 0, model, LORA, seed=1)
+        status = await c.status()
+        assert (status.state, status.job_id, status.policy_version) == (SERVING, "job-a", 0)
+        assert status.weights_digest == weights.digest(weights.tensor_hashes(state.items()))
+        before = status.samples_total
+        samples.extend(await c.generate(make_generate("job-a", 0)))
+        assert (await c.status()).samples_total == before + 6
+        await check_samples(c, samples)
+        consumer = TrajectoryConsumer(c.redis, "job-a", consumer="test")
+        streamed = {d.sample.SerializeToString() for d in await consumer.read(100, 1000)}
+        assert streamed == {sample.SerializeToString() for sample in samples}
+        await check_against_engine(c, samples, state, model)
+        two = await asyncio.gather(*(c.generate(make_generate("job-a", 0)) for _ in range(2)))  # In flight at once.
+        for again in two:
+            assert [sample.SerializeToString() for sample in again] == [s.SerializeToString() for s in samples]
+        for sample, measured in zip(
+            samples, await c.generate(make_generate("job-a", 0, reference_kl=True)), strict=True
+        ):
+            assert sample.reference_kl == 0 < measured.reference_kl
+            measured.ClearField("reference_kl")
+            assert measured == sample
     assert [(s.id.group, s.id.index) for s in samples] == [(group, index) for group in (0, 1) for index in (0, 1, 2)]
 
 
@@ -243,37 +239,34 @@ async def test_weights_that_do_not_verify_are_never_served(client: Any, model: M
         code, _ = await c.refusal(c.generate(make_generate("job-d", 0)))
         assert code is Code.FAILED_PRECONDITION
 
-    async def scenario() -> None:
-        async with client() as c:
-            state = await c.publish_adapter("job-d", 0, model, LORA, seed=1)
-            hashes = weights.tensor_hashes(state.items())
+    async with client() as c:
+        state = await c.publish_adapter("job-d", 0, model, LORA, seed=1)
+        hashes = weights.tensor_hashes(state.items())
 
-            await c.start("job-d", 1)  # A blob with one bit turned.
-            ref = await c.put_adapter("job-d", make_adapter(model, LORA, seed=2))
-            data = bytearray(await c.blobs.get(ref))
-            data[-1] ^= 1
-            await c.redis.set(ref.uri.removeprefix("redis:"), bytes(data))
-            code, message = await c.refusal(c.update_adapter("job-d", 1, ref))
-            assert (code, "SHA-256" in message) == (Code.DATA_LOSS, True)
-            await assert_refuses_prompts(c)
+        await c.start("job-d", 1)  # A blob with one bit turned.
+        ref = await c.put_adapter("job-d", make_adapter(model, LORA, seed=2))
+        data = bytearray(await c.blobs.get(ref))
+        data[-1] ^= 1
+        await c.redis.set(ref.uri.removeprefix("redis:"), bytes(data))
+        code, message = await c.refusal(c.update_adapter("job-d", 1, ref))
+        assert (code, "SHA-256" in message) == (Code.DATA_LOSS, True)
+        await assert_refuses_prompts(c)
 
-            await c.start("job-d", 1)  # Another adapter than the hashes are of.
-            await c.update_adapter("job-d", 1, await c.put_adapter("job-d", make_adapter(model, LORA, seed=2)))
-            code, message = await c.refusal(c.finish("job-d", 1, hashes))
-            assert (code, "do not match" in message) == (Code.DATA_LOSS, True)
-            await assert_refuses_prompts(c)
+        await c.start("job-d", 1)  # Another adapter than the hashes are of.
+        await c.update_adapter("job-d", 1, await c.put_adapter("job-d", make_adapter(model, LORA, seed=2)))
+        code, message = await c.refusal(c.finish("job-d", 1, hashes))
+        assert (code, "do not match" in message) == (Code.DATA_LOSS, True)
+        await assert_refuses_prompts(c)
 
-            await c.start("job-d", 1)  # Nothing loaded.
-            code, message = await c.refusal(c.finish("job-d", 1, hashes))
-            assert (code, "UpdateWeights" in message) == (Code.FAILED_PRECONDITION, True)
-            code, message = await c.refusal(c.update_adapter("job-d", 2, ref))
-            assert (code, "StartWeightUpdate" in message) == (Code.FAILED_PRECONDITION, True)
+        await c.start("job-d", 1)  # Nothing loaded.
+        code, message = await c.refusal(c.finish("job-d", 1, hashes))
+        assert (code, "UpdateWeights" in message) == (Code.FAILED_PRECONDITION, True)
+        code, message = await c.refusal(c.update_adapter("job-d", 2, ref))
+        assert (code, "StartWeightUpdate" in message) == (Code.FAILED_PRECONDITION, True)
 
-            again = await c.publish_adapter("job-d", 1, model, LORA, seed=2)  # A whole update repairs it.
-            await c.finish("job-d", 1, weights.tensor_hashes(again.items()))  # The answer was lost; said again.
-            assert len(await c.generate(make_generate("job-d", 1))) == 6
-
-    await scenario()
+        again = await c.publish_adapter("job-d", 1, model, LORA, seed=2)  # A whole update repairs it.
+        await c.finish("job-d", 1, weights.tensor_hashes(again.items()))  # The answer was lost; said again.
+        assert len(await c.generate(make_generate("job-d", 1))) == 6
 
 
 def group(**changed: Any) -> rollout_pb2.TransferGroup:
@@ -521,43 +514,40 @@ async def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client:
         await asyncio.gather(sender.send(buckets, tensors), receiving)
         await c.finish("job-g", version, weights.tensor_hashes(tensors.items()))
 
-    async def scenario() -> None:
-        async with client() as c:
-            tensors = make_weights(model, 0.01)
-            sender = await join(c, "g1", timeout_s=30)
-            await publish(c, sender, 0, tensors)
-            first = await c.generate(make_generate("job-g", 0))
-            status = await c.status()
-            assert status.weights_digest == weights.digest(weights.tensor_hashes(tensors.items()))
+    async with client() as c:
+        tensors = make_weights(model, 0.01)
+        sender = await join(c, "g1", timeout_s=30)
+        await publish(c, sender, 0, tensors)
+        first = await c.generate(make_generate("job-g", 0))
+        status = await c.status()
+        assert status.weights_digest == weights.digest(weights.tensor_hashes(tensors.items()))
 
-            # The same group again; then a bucket that never comes.
-            await publish(c, sender, 1, make_weights(model, 0.02))
-            broken = await join(c, "g2", timeout_s=2)
-            buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=200_000)
-            assert len(buckets) > 1
-            await c.start("job-g", 2)
-            started = time.monotonic()
-            receiving = asyncio.create_task(c.refusal(c.call("UpdateWeights", update(2, "g2", buckets))))
-            await broken.send(buckets[:1], tensors)
-            code, message = await receiving
-            assert (code, "broadcast failed" in message) == (Code.DATA_LOSS, True)
-            assert time.monotonic() - started < 10
-            assert (await c.status()).state == IDLE
-            code, _ = await c.refusal(c.generate(make_generate("job-g", 2)))
-            assert code is Code.FAILED_PRECONDITION
+        # The same group again; then a bucket that never comes.
+        await publish(c, sender, 1, make_weights(model, 0.02))
+        broken = await join(c, "g2", timeout_s=2)
+        buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=200_000)
+        assert len(buckets) > 1
+        await c.start("job-g", 2)
+        started = time.monotonic()
+        receiving = asyncio.create_task(c.refusal(c.call("UpdateWeights", update(2, "g2", buckets))))
+        await broken.send(buckets[:1], tensors)
+        code, message = await receiving
+        assert (code, "broadcast failed" in message) == (Code.DATA_LOSS, True)
+        assert time.monotonic() - started < 10
+        assert (await c.status()).state == IDLE
+        code, _ = await c.refusal(c.generate(make_generate("job-g", 2)))
+        assert code is Code.FAILED_PRECONDITION
 
-            sender = await join(c, "g3", timeout_s=30)
-            await publish(c, sender, 2, tensors)
-            last = await c.generate(make_generate("job-g", 2))
-            assert [s.media.sha256 for s in last] == [s.media.sha256 for s in first]
+        sender = await join(c, "g3", timeout_s=30)
+        await publish(c, sender, 2, tensors)
+        last = await c.generate(make_generate("job-g", 2))
+        assert [s.media.sha256 for s in last] == [s.media.sha256 for s in first]
 
-            # Another job gets the base model back: its untrained adapter changes nothing of it.
-            await c.publish_adapter("job-a", 0, model, LORA, seed=1)
-            await check_against_engine(
-                c, await c.generate(make_generate("job-a", 0)), make_adapter(model, LORA, seed=1), model
-            )
-
-    await scenario()
+        # Another job gets the base model back: its untrained adapter changes nothing of it.
+        await c.publish_adapter("job-a", 0, model, LORA, seed=1)
+        await check_against_engine(
+            c, await c.generate(make_generate("job-a", 0)), make_adapter(model, LORA, seed=1), model
+        )
 
 
 async def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,27 +88,22 @@ async def test_videos_of_two_experts(client: MakeClient, models: Models) -> None
     model = models("wan_two_experts")
     size = Size(32, 32, NUM_FRAMES)
 
-    async def scenario() -> list[common_pb2.Sample]:
-        async with client() as c:
-            state = await c.publish_adapter("video", 0, model, SPEC, seed=1)
-            assert {name.partition(".")[0] for name in state} == {"transformer", "transformer_2"}
-            assert (await c.status()).weights_digest == weights.digest(weights.tensor_hashes(state.items()))
-            request = make_generate("video", 0, sampling=sampling(num_frames=NUM_FRAMES, num_inference_steps=3))
-            samples = await c.generate(request)
-            paths = [Trajectory.from_bytes(await c.blobs.get(sample.trajectory)) for sample in samples]
-            shown = adapter.decode(torch.stack([path.next_latents[-1] for path in paths]), size).numpy()
-            for sample, frames in zip(samples, shown, strict=True):
-                assert (sample.media_type, sample.num_frames, list(sample.sde_steps)) == ("video/mp4", 5, [1, 2])
-                data = await c.blobs.get(sample.media)
-                assert np.array_equal(decode_media(data, "video/mp4"), decode_media(*encode_media(frames)))
-            message = await invalid(
-                c, make_generate("video", 0, sampling=sampling(num_frames=4), noise=ODE, record=FINAL)
-            )
-            assert "num_frames must be 1 more than a multiple of 4" in message
-            return samples
-
     adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("vae",))
-    assert len({sample.media.sha256 for sample in await scenario()}) == 6
+    async with client() as c:
+        state = await c.publish_adapter("video", 0, model, SPEC, seed=1)
+        assert {name.partition(".")[0] for name in state} == {"transformer", "transformer_2"}
+        assert (await c.status()).weights_digest == weights.digest(weights.tensor_hashes(state.items()))
+        request = make_generate("video", 0, sampling=sampling(num_frames=NUM_FRAMES, num_inference_steps=3))
+        samples = await c.generate(request)
+        paths = [Trajectory.from_bytes(await c.blobs.get(sample.trajectory)) for sample in samples]
+        shown = adapter.decode(torch.stack([path.next_latents[-1] for path in paths]), size).numpy()
+        for sample, frames in zip(samples, shown, strict=True):
+            assert (sample.media_type, sample.num_frames, list(sample.sde_steps)) == ("video/mp4", 5, [1, 2])
+            data = await c.blobs.get(sample.media)
+            assert np.array_equal(decode_media(data, "video/mp4"), decode_media(*encode_media(frames)))
+        message = await invalid(c, make_generate("video", 0, sampling=sampling(num_frames=4), noise=ODE, record=FINAL))
+        assert "num_frames must be 1 more than a multiple of 4" in message
+        assert len({sample.media.sha256 for sample in samples}) == 6
 
 
 async def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, models: Models) -> None:
@@ -121,26 +116,23 @@ async def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, mode
         update = rollout_pb2.UpdateWeightsRequest(job_id="full", version=version, broadcast=broadcast)
         await asyncio.gather(sender.send(buckets, tensors), c.call("UpdateWeights", update))
 
-    async def scenario() -> None:
-        async with client() as c:
-            tensors = make_weights(model, 0.01)
-            assert {name.partition(".")[0] for name in tensors} == {"transformer", "transformer_2"}
-            sender = Sender("both", timeout_s=30)
-            await asyncio.gather(sender.join(), c.init("full", model, group=sender.replica_group()))
-            hashes = weights.tensor_hashes(tensors.items())
-            await publish(c, sender, 0, tensors)
-            await c.finish("full", 0, hashes)
-            assert (await c.status()).weights_digest == weights.digest(hashes)
-            request = make_generate("full", 0, sampling=sampling(num_frames=NUM_FRAMES), noise=ODE, record=FINAL)
-            assert len(await c.generate(request)) == 6
+    async with client() as c:
+        tensors = make_weights(model, 0.01)
+        assert {name.partition(".")[0] for name in tensors} == {"transformer", "transformer_2"}
+        sender = Sender("both", timeout_s=30)
+        await asyncio.gather(sender.join(), c.init("full", model, group=sender.replica_group()))
+        hashes = weights.tensor_hashes(tensors.items())
+        await publish(c, sender, 0, tensors)
+        await c.finish("full", 0, hashes)
+        assert (await c.status()).weights_digest == weights.digest(hashes)
+        request = make_generate("full", 0, sampling=sampling(num_frames=NUM_FRAMES), noise=ODE, record=FINAL)
+        assert len(await c.generate(request)) == 6
 
-            name = next(name for name in reversed(tensors) if name.startswith("transformer_2."))
-            tensors[name] = tensors[name] + 1e-6
-            await publish(c, sender, 1, tensors)
-            code, message = await c.refusal(c.finish("full", 1, hashes))
-            assert (code, name in message) == (grpc.StatusCode.DATA_LOSS, True)
-
-    await scenario()
+        name = next(name for name in reversed(tensors) if name.startswith("transformer_2."))
+        tensors[name] = tensors[name] + 1e-6
+        await publish(c, sender, 1, tensors)
+        code, message = await c.refusal(c.finish("full", 1, hashes))
+        assert (code, name in message) == (grpc.StatusCode.DATA_LOSS, True)
 
 
 async def test_final_latents_go_with_any_noise(client: MakeClient, models: Models) -> None:

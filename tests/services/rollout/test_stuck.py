@@ -50,36 +50,33 @@ async def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
     request = make_generate("job", 0)
     made: list[str] = []
 
-    async def stuck() -> None:
-        async with Client(old.address, redis_url) as client:
-            await healthy_during(client, client.publish_adapter("job", 0, model, LORA, seed=1))
-            await healthy_during(client, client.generate(request))  # the first of its size: it may compile
-            order.write_text("0")
-            made.extend(sample.trajectory.sha256 for sample in await client.generate(request))
-            order.write_text("ever")
-            call = asyncio.ensure_future(client.generate(request))
-            began = time.monotonic()
-
-            async def denies() -> bool:
-                return not await is_serving(client)
-
-            await until(denies, 60)
-            assert time.monotonic() - began > HANG_S
-            directory = ReplicaDirectory(client.redis)
-
-            async def is_stale() -> bool:
-                return "r0" in (await directory.look()).stale
-
-            await until(is_stale, 60)  # it is not renewed: it gets no more work, and soon it is gone
-            call.cancel()
-
     async def anew(successor: ReplicaProcess) -> None:
         async with Client(successor.address, redis_url) as client:
             await client.publish_adapter("job", 0, model, LORA, seed=1)
             again = [sample.trajectory.sha256 for sample in await client.generate(request)]
             assert again == made
 
-    await stuck()
+    async with Client(old.address, redis_url) as client:
+        await healthy_during(client, client.publish_adapter("job", 0, model, LORA, seed=1))
+        await healthy_during(client, client.generate(request))  # the first of its size: it may compile
+        order.write_text("0")
+        made.extend(sample.trajectory.sha256 for sample in await client.generate(request))
+        order.write_text("ever")
+        call = asyncio.ensure_future(client.generate(request))
+        began = time.monotonic()
+
+        async def denies() -> bool:
+            return not await is_serving(client)
+
+        await until(denies, 60)
+        assert time.monotonic() - began > HANG_S
+        directory = ReplicaDirectory(client.redis)
+
+        async def is_stale() -> bool:
+            return "r0" in (await directory.look()).stale
+
+        await until(is_stale, 60)  # it is not renewed: it gets no more work, and soon it is gone
+        call.cancel()
     order.write_text("0")
     monkeypatch.setenv("LOAD_S", "0")
     successor = replica(tmp_path / "new", redis_url, order)

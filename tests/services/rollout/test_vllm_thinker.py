@@ -75,49 +75,42 @@ def spec_of(folder: Path) -> ModelSpec:
     return ModelSpec(path=str(folder), dtype="float32")
 
 
-def test_questions_with_media_have_the_trainers_log_probs(
+async def test_questions_with_media_have_the_trainers_log_probs(
     engine: VllmEngine, folder: Path, reference: SequenceAdapter
 ) -> None:
-    async def body() -> list[GeneratedSample]:
-        await engine.prepare(spec_of(folder), None)
-        return await generated(engine, questions(*MEDIA))
-
-    samples = asyncio.run(body())
+    await engine.prepare(spec_of(folder), None)
+    samples = await generated(engine, questions(*MEDIA))
     assert len(samples) == 2 * len(MEDIA)
     for sample in samples:
         assert_agrees(reference, MEDIA[sample.group], sample)
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_new_weights_change_what_is_seen(
+async def test_new_weights_change_what_is_seen(
     engine: VllmEngine, folder: Path, reference: SequenceAdapter, mode: str
 ) -> None:
     """The encoders change too: what vLLM keeps of a picture under the old weights is dropped."""
     lora = LoraSpec(rank=LORA.rank, alpha=LORA.alpha, target_modules=LORA.target_modules) if mode == "lora" else None
     generator = torch.Generator().manual_seed(1)
-
-    async def body() -> None:
-        await engine.prepare(spec_of(folder), lora)
-        before = await generated(engine, questions((PICTURE,)))
-        if lora is not None:
-            live = adapters.install_lora(reference.experts, lora)
-            state = {name: torch.randn(value.shape, generator=generator) for name, value in live.items()}
-            await engine.load_adapter(state)
-            adapters.load_adapter(reference.experts, state)
-        else:
-            own = weights.full_parameters(reference.experts)
-            state = {name: value + torch.randn(value.shape, generator=generator) / 10 for name, value in own.items()}
-            await received(engine, state)
-            for name, value in own.items():
-                value.copy_(state[name])
-        hashes = weights.tensor_hashes(state.items())
-        assert await engine.verify(hashes) == weights.digest(hashes)
-        after = await generated(engine, questions((PICTURE,)))
-        assert tokens_of(after[0]).log_probs.tolist() != tokens_of(before[0]).log_probs.tolist()
-        for sample in after:
-            assert_agrees(reference, (PICTURE,), sample)
-
-    asyncio.run(body())
+    await engine.prepare(spec_of(folder), lora)
+    before = await generated(engine, questions((PICTURE,)))
+    if lora is not None:
+        live = adapters.install_lora(reference.experts, lora)
+        state = {name: torch.randn(value.shape, generator=generator) for name, value in live.items()}
+        await engine.load_adapter(state)
+        adapters.load_adapter(reference.experts, state)
+    else:
+        own = weights.full_parameters(reference.experts)
+        state = {name: value + torch.randn(value.shape, generator=generator) / 10 for name, value in own.items()}
+        await received(engine, state)
+        for name, value in own.items():
+            value.copy_(state[name])
+    hashes = weights.tensor_hashes(state.items())
+    assert await engine.verify(hashes) == weights.digest(hashes)
+    after = await generated(engine, questions((PICTURE,)))
+    assert tokens_of(after[0]).log_probs.tolist() != tokens_of(before[0]).log_probs.tolist()
+    for sample in after:
+        assert_agrees(reference, (PICTURE,), sample)
 
 
 def test_weights_have_the_names_of_the_transformers_that_is_there(engine: VllmEngine, folder: Path) -> None:

@@ -43,15 +43,12 @@ async def test_a_rank_next_to_rollouts_is_lent_again_when_the_update_has_ended(
         async with pool.replica(3, 3, 16) as replica:
             return replica.replica_id
 
-    async def lent_soon() -> None:
-        assert await asyncio.wait_for(asyncio.shield(asked), 5) == "rank"
-
     with pool.updating():
         with pool.updating():  # a publication for a newcomer, whose end is not the update's
             asked = asyncio.create_task(lent())
         await asyncio.sleep(0.1)
         assert asked.done() is not waits
-    await lent_soon()
+    assert await asyncio.wait_for(asyncio.shield(asked), 5) == "rank"
     assert not watch.fleet.updating
     await redis.aclose()
 

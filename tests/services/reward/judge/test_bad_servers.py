@@ -67,12 +67,9 @@ class Run:
 
 
 async def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Run]:
-    async def body() -> tuple[list[Outcome], Server, Run]:
-        async with serving(reply) as server:
-            run = Run([server.url], **settings)
-            return await run.score(), server, run
-
-    return await body()
+    async with serving(reply) as server:
+        run = Run([server.url], **settings)
+        return await run.score(), server, run
 
 
 @pytest.mark.parametrize(
@@ -253,19 +250,16 @@ async def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         await (status(500) if asked.number == 1 else says(text))(asked, writer)
 
-    async def body() -> None:
-        async with serving(reply) as server:
-            run = Run([server.url], rubric=rubric, max_retries=0)
-            await run.scorer.start()
-            with pytest.raises(Unavailable, match="/v1 answered 500"):
-                await run.scorer.score(samples(4), ())
-            asked = len(server.asked)
-            outcomes = await run.scorer.score(samples(4), ())
-            await run.scorer.close()
-            assert [type(outcome) for outcome in outcomes] == [Score] * 4
-            assert len(server.asked) == asked + 1
-
-    await body()
+    async with serving(reply) as server:
+        run = Run([server.url], rubric=rubric, max_retries=0)
+        await run.scorer.start()
+        with pytest.raises(Unavailable, match="/v1 answered 500"):
+            await run.scorer.score(samples(4), ())
+        asked = len(server.asked)
+        outcomes = await run.scorer.score(samples(4), ())
+        await run.scorer.close()
+        assert [type(outcome) for outcome in outcomes] == [Score] * 4
+        assert len(server.asked) == asked + 1
 
 
 async def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
@@ -334,14 +328,11 @@ async def test_retry_after_is_kept() -> None:
 
 
 async def test_retries_keep_to_their_budget() -> None:
-    async def body() -> tuple[int, float]:
-        async with serving(status(500)) as server:
-            run = Run([server.url], retry_share=0.1, max_retries=5, breaker_failures=10_000)
-            with pytest.raises(Unavailable):
-                await run.score(samples(100))
-            return len(server.asked), run.metric("retries_refused_total")
-
-    asked, refused = await body()
+    async with serving(status(500)) as server:
+        run = Run([server.url], retry_share=0.1, max_retries=5, breaker_failures=10_000)
+        with pytest.raises(Unavailable):
+            await run.score(samples(100))
+        asked, refused = len(server.asked), run.metric("retries_refused_total")
     assert 100 < asked <= 100 + 10 + 0.1 * 100  # a reserve of ten, and the share
     assert refused > 0
 

@@ -56,18 +56,15 @@ async def run(
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         await status(200, say(shown(asked)))(asked, writer)
 
-    async def body() -> list[Outcome]:
-        async with serving(reply) as server:
-            given = {"urls": server.url, "model": "judge", "rubric": rubric} | settings
-            scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(CollectorRegistry()))
-            assert scorer.needs_group == (needs_group or rubric in ("preference", "ranking"))
-            await scorer.start()
-            try:
-                return await scorer.score(samples, ())
-            finally:
-                await scorer.close()
-
-    return await body()
+    async with serving(reply) as server:
+        given = {"urls": server.url, "model": "judge", "rubric": rubric} | settings
+        scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(CollectorRegistry()))
+        assert scorer.needs_group == (needs_group or rubric in ("preference", "ranking"))
+        await scorer.start()
+        try:
+            return await scorer.score(samples, ())
+        finally:
+            await scorer.close()
 
 
 def pictures(parts: list[Any]) -> list[bytes]:
@@ -204,17 +201,13 @@ async def test_vlm_ocr_compares_what_was_read(text: str, value: float, component
         assert "only the text" in shown(asked)[1]
         await status(200, completion(text))(asked, writer)
 
-    async def body() -> list[Outcome]:
-        async with serving(reply) as server:
-            settings = VlmOcrSettings.read({"urls": server.url, "model": "judge"})
-            scorer = VlmOcrScorer(settings, JudgeMetrics(CollectorRegistry()))
-            await scorer.start()
-            no_target = EncodedSample(b"1", "image/png", "no quotes")
-            outcomes = await scorer.score([sample(b"1"), no_target], scorer.parse({}))
-            await scorer.close()
-            return outcomes
-
-    scored, refused = await body()
+    async with serving(reply) as server:
+        settings = VlmOcrSettings.read({"urls": server.url, "model": "judge"})
+        scorer = VlmOcrScorer(settings, JudgeMetrics(CollectorRegistry()))
+        await scorer.start()
+        no_target = EncodedSample(b"1", "image/png", "no quotes")
+        scored, refused = await scorer.score([sample(b"1"), no_target], scorer.parse({}))
+        await scorer.close()
     assert scored == Score(value, components)
     assert isinstance(refused, Problem)
     assert refused.reason == "prompt"

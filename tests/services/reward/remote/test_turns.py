@@ -9,22 +9,18 @@ from services.reward.remote.turns import Turns
 
 async def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
     """Each task takes a turn, then starts another that sends: as a request is sent by a task of its own."""
+    turns, log = Turns(), list[str]()
 
-    async def body() -> list[str]:
-        turns, log = Turns(), list[str]()
+    async def send(number: int) -> None:
+        log.append(f"sent {number}")
 
-        async def send(number: int) -> None:
-            log.append(f"sent {number}")
+    async def work(number: int) -> None:
+        await turns.take()
+        log.append(f"made {number}")
+        await asyncio.create_task(send(number))
 
-        async def work(number: int) -> None:
-            await turns.take()
-            log.append(f"made {number}")
-            await asyncio.create_task(send(number))
-
-        await asyncio.gather(*(work(number) for number in range(4)))
-        return log
-
-    assert await body() == [f"{what} {number}" for number in range(4) for what in ("made", "sent")]
+    await asyncio.gather(*(work(number) for number in range(4)))
+    assert log == [f"{what} {number}" for number in range(4) for what in ("made", "sent")]
 
 
 async def test_a_cancelled_one_holds_nobody_up() -> None:

@@ -82,29 +82,25 @@ async def read(
     sequence: SequenceSampling | None = None,
 ) -> PromptGroup:
     """The only group of a request that brings these files; its media are for the indices 5, 4, 3, …"""
+    async with connect(redis_url) as client:
+        blobs = RedisBlobs(client)
 
-    async def scenario() -> PromptGroup:
-        async with connect(redis_url) as client:
-            blobs = RedisBlobs(client)
+        async def put(name: str, files: Sequence[File]) -> list[common_pb2.Media]:
+            refs = [await blobs.put(keys.blob("job", name, i), data) for i, (data, _) in enumerate(files)]
+            return [common_pb2.Media(blob=ref, media_type=kind) for ref, (_, kind) in zip(refs, files, strict=True)]
 
-            async def put(name: str, files: Sequence[File]) -> list[common_pb2.Media]:
-                refs = [await blobs.put(keys.blob("job", name, i), data) for i, (data, _) in enumerate(files)]
-                return [common_pb2.Media(blob=ref, media_type=kind) for ref, (_, kind) in zip(refs, files, strict=True)]
-
-            indices = [5 - place for place in range(len(media) or 1)]
-            group = rollout_pb2.PromptGroup(
-                group=2, indices=indices, images=await put("image", images), media=await put("media", media)
-            )
-            wanted = PromptGroup(2, "", tuple(sorted(indices)), tuple(sorted(indices)))
-            request = GenerationRequest((wanted,), Sampling(size, 2), Noise(), "final", sequence=sequence)
-            if lose:
-                await client.flushall()
-            with ThreadPoolExecutor(2) as pool:
-                wire = rollout_pb2.GenerateRequest(groups=[group])
-                (found,) = (await MediaReader(blobs, pool).read(wire, request)).groups
-                return found
-
-    return await scenario()
+        indices = [5 - place for place in range(len(media) or 1)]
+        group = rollout_pb2.PromptGroup(
+            group=2, indices=indices, images=await put("image", images), media=await put("media", media)
+        )
+        wanted = PromptGroup(2, "", tuple(sorted(indices)), tuple(sorted(indices)))
+        request = GenerationRequest((wanted,), Sampling(size, 2), Noise(), "final", sequence=sequence)
+        if lose:
+            await client.flushall()
+        with ThreadPoolExecutor(2) as pool:
+            wire = rollout_pb2.GenerateRequest(groups=[group])
+            (found,) = (await MediaReader(blobs, pool).read(wire, request)).groups
+            return found
 
 
 async def test_a_question_has_its_media_decoded_in_their_order(redis_url: str) -> None:

@@ -121,8 +121,7 @@ class ScriptedApi:
 async def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names that the mirror has at the end of the script."""
     monkeypatch.setattr(kubernetes_mirror, "MIN_DELAY_S", 0.01)
-
-    async def scenario() -> set[str]:
+    async with asyncio.timeout(10):
         mirror = Mirror(api, PODS, "a=b")  # type: ignore[arg-type]
         task = asyncio.create_task(mirror.run())
         await mirror.synced.wait()
@@ -130,8 +129,6 @@ async def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         await asyncio.sleep(0.05)
         task.cancel()
         return set(mirror.objects)
-
-    return await asyncio.wait_for(scenario(), 10)
 
 
 async def test_a_watch_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
