@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,16 @@ def _redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 def redis_url(_redis_of_session: str) -> str:
     """A real, empty Redis with a password, as `flowfleet up` starts it; one server a test session."""
     return _emptied(_redis_of_session)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Any]:
+    """A client of that Redis."""
+    from flowfleet.redis.client import connect
+
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import Fleet, assert_accounted
-from tests.services.rollout.text_models import save_text_model
+from tests.tiny_models.text import save_text_model
 
 pytestmark = pytest.mark.long
 

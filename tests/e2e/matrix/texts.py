@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from recipes.tiny_thinker.model import save_random
-from tests.services.rollout.text_models import save_text_model
 from tests.tiny_models import make_tiny
+from tests.tiny_models.text import save_text_model
 
 
 def make_text(kind: str, path: Path) -> Path:
@@ -17,7 +17,7 @@ def make_text(kind: str, path: Path) -> Path:
     if kind == "bagel":
         return make_tiny(kind, path)
     if kind in ("qwen3", "qwen3_moe"):
-        return save_text_model(path, experts=kind == "qwen3_moe")
+        return save_text_model(path, "experts" if kind == "qwen3_moe" else "dense")
     save_random(path)
     return path if kind == "thinker" else as_whole(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,10 @@ import pytest
 from flowfleet.data import replicas
 from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.redis import keys
-from flowfleet.redis.client import connect
 
 
 def record(name: str, **said: Any) -> ReplicaRecord:
     return ReplicaRecord(name, f"{name}:1", **{"incarnation": "1", "model": "", "pool": "default", **said})
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

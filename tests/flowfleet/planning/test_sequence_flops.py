@@ -10,7 +10,7 @@ from flowfleet.models.families.qwen3 import Qwen3Adapter, Qwen3MoeAdapter
 from flowfleet.planning.sequence_flops import sequence_flops
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import inject_lora
-from tests.flowfleet.models.sequences.test_adapter import EXPERTS, SIZES
+from tests.tiny_models.text import EXPERTS, SIZES
 
 CPU = torch.device("cpu")
 LENGTH = 11

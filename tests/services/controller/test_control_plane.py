@@ -28,6 +28,7 @@ from tests.e2e.matrix.choice import least_settings
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
 from tests.waiting import until
 
+Job = Callable[..., dict[str, Any]]
 Run = Callable[..., AbstractAsyncContextManager[ScriptedFleet]]
 
 
@@ -38,7 +39,7 @@ def run(redis_url: str, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def job(tmp_path: Path) -> Job:
     """Two steps of two prompts × four samples; whole parts can be replaced."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\n")
@@ -66,7 +67,7 @@ def places(request: trainer_pb2.TrainStepRequest) -> list[tuple[int, int, int, f
     return [(s.sample.id.group, s.sample.id.index, s.pair, s.advantage) for s in request.samples]
 
 
-async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Job) -> None:
     """Each reward's advantages are normalized before the sum: the large one does not drown the small one."""
     settings = job(
         algorithm={"reward_combination": "normalized", "advantage_clamp": None},
@@ -90,9 +91,7 @@ async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: 
             np.testing.assert_allclose([s.advantage for s in request.samples], expected, rtol=1e-9)
 
 
-async def test_an_average_is_validated_and_never_sampled_with(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_an_average_is_validated_and_never_sampled_with(run: Run, job: Job, tmp_path: Path) -> None:
     """The replica refuses a request for other weights than it was given; so does the test's."""
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("d\ne\n")
@@ -105,7 +104,7 @@ async def test_an_average_is_validated_and_never_sampled_with(
         assert dict.fromkeys(fleet.trainer.published) == dict.fromkeys([(0, True), (0, False), (1, False), (2, True)])
 
 
-async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+async def test_a_job_of_no_steps_only_validates(run: Run, job: Job, tmp_path: Path) -> None:
     """Training data are not read, groups are whole, so a reward of groups scores them, and nothing is trained."""
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("d\ne\nf\n")
@@ -138,9 +137,7 @@ SAMPLING_FLOWS = [
 
 
 @pytest.mark.parametrize("name", SAMPLING_FLOWS)
-async def test_every_algorithm_runs_to_its_end(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, name: str
-) -> None:
+async def test_every_algorithm_runs_to_its_end(run: Run, job: Job, tmp_path: Path, name: str) -> None:
     """What is recorded goes with the loss, steps are named where noise enters or a loss begins, and all samples are
     accounted for."""
     algorithm = {"name": name, **least_settings(ALGORITHMS[name], str(tmp_path / "teacher"))}
@@ -159,9 +156,7 @@ async def test_every_algorithm_runs_to_its_end(
         assert sum(record.results["samples_dropped"].values()) == 16 - trained
 
 
-async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
-    run: Run, job: Callable[..., dict[str, Any]]
-) -> None:
+async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(run: Run, job: Job) -> None:
     settings = job(algorithm={"name": "online_dpo"}, rewards={"ocr": {}})
     async with run(ocr=ScriptedReward(same_in_step_0)) as fleet:
         record = await fleet.run(settings)
@@ -180,9 +175,7 @@ async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
         assert record.progress.samples_dropped == {"not_in_a_pair": 12}
 
 
-async def test_given_preferences_are_encoded_never_scored(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_given_preferences_are_encoded_never_scored(run: Run, job: Job, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     lines = [{"prompt": name, "chosen": f"{name}+.png", "rejected": f"{name}-.png"} for name in "ab"]
     pairs.write_text("\n".join(map(json.dumps, lines)))
@@ -216,9 +209,7 @@ async def test_given_preferences_are_encoded_never_scored(
         assert record.progress.held_out_reward == 0.0
 
 
-async def test_condition_images_go_along_and_are_stored_once(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_condition_images_go_along_and_are_stored_once(run: Run, job: Job, tmp_path: Path) -> None:
     prompts = tmp_path / "edits.jsonl"
     lines = [{"prompt": f"edit {k}", "images": ["same.png", f"{k}.webp"]} for k in range(2)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
@@ -241,7 +232,7 @@ async def test_condition_images_go_along_and_are_stored_once(
 
 
 async def test_a_preference_whose_file_is_gone_costs_its_own_group(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
     pairs = tmp_path / "pairs.jsonl"
@@ -268,7 +259,7 @@ async def test_a_preference_whose_file_is_gone_costs_its_own_group(
 
 
 async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gone before it was scored, gone before it was trained, and not what was written; each once."""
     to_lose = {("media", 0, 0, 1), ("trajectory", 0, 1, 2), ("prompt_embeds", 1, 0, 3), ("negative_embeds", 1, 1, 0)}
@@ -307,7 +298,7 @@ async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
 
 
 async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
     prompts = tmp_path / "edits.jsonl"
@@ -341,7 +332,7 @@ async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
 )
 async def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
     run: Run,
-    job: Callable[..., dict[str, Any]],
+    job: Job,
     tmp_path: Path,
     parts: dict[str, Any],
     training: tuple[str, int],
@@ -357,9 +348,7 @@ async def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
         assert asked == {True: {training}, False: {validation}}
 
 
-async def test_each_step_and_each_validation_is_told_once(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_each_step_and_each_validation_is_told_once(run: Run, job: Job, tmp_path: Path) -> None:
     """An event has the distribution of rewards and advantages, and metrics.jsonl a line."""
     settings = job(data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
     async with run(ocr=ScriptedReward(by_index)) as fleet:
@@ -381,7 +370,7 @@ async def test_each_step_and_each_validation_is_told_once(
 
 
 async def test_gradients_that_a_trainer_kept_go_with_the_job(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def keeping(self: ScriptedTrainer, request: Any, context: Any) -> Any:
         folder = tmp_path / "state/jobs" / request.job_id / "checkpoints/gradients" / f"step-{request.step}-abc"
@@ -398,9 +387,7 @@ async def test_gradients_that_a_trainer_kept_go_with_the_job(
         await until(lambda: not (checkpoints / "gradients").exists())
 
 
-async def test_videos_go_to_rewards_that_score_videos(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_videos_go_to_rewards_that_score_videos(run: Run, job: Job, tmp_path: Path) -> None:
     size = {"prompts_per_step": 2, "group_size": 4, "num_frames": 9, "embedded_guidance": 3.0, "condition_pixels": 512}
     good = job(rollout=size, rewards={"motion": {}}, data={"validation": str(tmp_path / "prompts.txt")})
     bad = job(rollout=size, rewards={"ocr": {}})
@@ -423,7 +410,7 @@ async def test_videos_go_to_rewards_that_score_videos(
 
 
 async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.driver.MAX_FAILURES", 2)
     settings = job(rewards={"ocr": {}})
@@ -439,7 +426,7 @@ async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
 
 
 async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.5)
     settings = job(rewards={"ocr": {}})
@@ -459,7 +446,7 @@ async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
 
 @pytest.mark.parametrize("action", ["resume", "cancel"])
 async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
-    run: Run, job: Callable[..., dict[str, Any]], action: Action
+    run: Run, job: Job, action: Action
 ) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
     settings = job(rewards={"ocr": {}}, rollout=rollout)
@@ -482,7 +469,7 @@ async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         assert rows[0][LOG_PROB_GAP] == 3e-4
 
 
-async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Job) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
     async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.trainer.metrics = {0: {LOG_PROB_NOT_FINITE: 1.0}}  # of no row is there a gap
@@ -492,9 +479,7 @@ async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[.
         assert len(fleet.trainer.steps) == 1
 
 
-async def test_a_deterministic_job_pauses_while_several_devices_share_its_samples(
-    run: Run, job: Callable[..., dict[str, Any]]
-) -> None:
+async def test_a_deterministic_job_pauses_while_several_devices_share_its_samples(run: Run, job: Job) -> None:
     async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.num_devices = 4
         await fleet.rollout.announce()
@@ -510,7 +495,7 @@ async def test_a_deterministic_job_pauses_while_several_devices_share_its_sample
 
 @pytest.mark.parametrize("hacks", [True, False])
 async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, hacks: bool
+    run: Run, job: Job, tmp_path: Path, hacks: bool
 ) -> None:
     settings = job(
         data={"validation": str(tmp_path / "prompts.txt")},
@@ -539,9 +524,7 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
         assert all(value is not None and value > 5 for value in found[1:]) if hacks else found[1:] == [0.0] * 3
 
 
-async def test_a_job_pauses_when_its_held_out_reward_falls(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_a_job_pauses_when_its_held_out_reward_falls(run: Run, job: Job, tmp_path: Path) -> None:
     (tmp_path / "held_out.txt").write_text("held out 0\nheld out 1\nheld out 2\n")
     settings = job(
         data={"validation": str(tmp_path / "held_out.txt")},
@@ -569,9 +552,7 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(
         assert found[1] is None, "one of three samples says nothing"
 
 
-async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
-    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_a_reward_of_held_out_samples_is_asked_about_no_others(run: Run, job: Job, tmp_path: Path) -> None:
     settings = job(
         data={"validation": str(tmp_path / "prompts.txt")},
         rewards={"ocr": {}, "judge": {"weight": 0.0, "held_out_only": True}},
@@ -587,9 +568,7 @@ async def test_a_reward_of_held_out_samples_is_asked_about_no_others(
         assert not [name for name in told if "judge" in name], "of training it says nothing"
 
 
-async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
-    run: Run, job: Callable[..., dict[str, Any]]
-) -> None:
+async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(run: Run, job: Job) -> None:
     settings = job(rewards={"ocr": {}}, trainer={"world_size": 2})
     async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.submit(settings)
@@ -618,7 +597,7 @@ class SlowReward(ScriptedReward):
 
 
 async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight groups take four seconds, a call may take two: they wait in the controller, where no deadline runs."""
     monkeypatch.setattr(scoring, "MAX_SCORING", 8)

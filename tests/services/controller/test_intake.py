@@ -14,7 +14,7 @@ from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.job.machine import events as ev
 from tests.services.controller.scripted import ScriptedReward
-from tests.services.controller.test_control_plane import Run, by_index, job, run
+from tests.services.controller.test_control_plane import Job, Run, by_index, job, run
 from tests.waiting import until
 
 __all__ = ["job", "run"]
@@ -45,7 +45,7 @@ def forged(sample: common_pb2.Sample) -> list[tuple[common_pb2.Sample, str]]:
 
 
 async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothing(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     async with run(ocr=ScriptedReward(by_index)) as fleet:
@@ -70,9 +70,7 @@ async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothin
         assert {item.sample.id.job_id for request in fleet.trainer.steps for item in request.samples} == {record.id}
 
 
-async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
-    run: Run, job: Callable[..., dict[str, Any]]
-) -> None:
+async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(run: Run, job: Job) -> None:
     """What the machine counts as sampled is what is stored, whatever was folded since the duplicate was read."""
     scoring = asyncio.Event()
 
@@ -103,7 +101,7 @@ async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_st
 
 
 async def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample that it befell once is made again; one that it befalls each time is dropped."""
     forged: list[int] = []

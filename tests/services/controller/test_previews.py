@@ -4,7 +4,6 @@ made of them, and that a restart makes the same choice."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from services.controller.job.commands.previews import is_due, not_selected
 from services.controller.job.machine.batch import SampleState
 from services.controller.rewards.job_rewards import SampleScore
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
-from tests.services.controller.test_control_plane import Run, by_index, places
+from tests.services.controller.test_control_plane import Job, Run, by_index, places
 from tests.services.controller.test_control_plane import job as job
 from tests.services.controller.test_control_plane import run as run
 
@@ -29,7 +28,6 @@ PREVIEW = {
     "batch_size": 8,
     "preview": {"keep": 2, "num_inference_steps": 3},
 }
-Job = Callable[..., dict[str, Any]]
 INDICES = {common_pb2.PURPOSE_PREVIEW: [0, 1, 2, 3], common_pb2.PURPOSE_TRAIN: [0, 3]}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from flowfleet.data.lineage import extend, follow, misfit
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
-from flowfleet.redis.client import connect
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.command import (
     Checkpoint,
@@ -205,13 +203,6 @@ def test_the_ledger_remembers_lineages_that_a_checkpoint_may_have() -> None:
         finish_step(machine, step)
         machine.state.history[step + 1] = str(step + 1)
     assert sorted(machine.state.history) == [12, 15, 18, 20]
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 async def leading(redis: Any) -> Lease:

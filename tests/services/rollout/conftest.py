@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.data.trajectories import FinalLatents, Trajectory
+from flowfleet.models.base import ModelAdapter
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
+from services.rollout.engines.base import GeneratedSample, GenerationRequest, Noise, PromptGroup, Record, Sampling
 from services.rollout.engines.diffusers import DiffusersEngine
 
 PROMPTS = ('A red sign that says "K7QX"', 'A blue sign that says "AB"')
@@ -57,6 +59,22 @@ def make_request(
         else Noise(share_initial=share_initial),
         record or ("steps" if sde_steps else "none"),
     )
+
+
+def path_of(sample: GeneratedSample) -> Trajectory:
+    assert isinstance(sample.record, Trajectory)
+    return sample.record
+
+
+def final_of(sample: GeneratedSample) -> torch.Tensor:
+    assert isinstance(sample.record, FinalLatents)
+    return sample.record.latents
+
+
+def adapter_of(engine: DiffusersEngine) -> ModelAdapter:
+    """The engine's model, as the trainer would have one of its own."""
+    assert engine._adapter is not None
+    return engine._adapter
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from diffusers import DPMSolverMultistepScheduler, QwenImagePipeline
 
 from flowfleet.algorithms.sde import reverse_step
 from flowfleet.algorithms.solver import dpm_solver_2_step, predict, tail_sigmas
-from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.errors import DataLoss
 from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
@@ -32,7 +31,8 @@ from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSa
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.filling import filling
-from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
+from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, adapter_of, final_of, make_request, path_of
+from tests.services.rollout.replica import make_adapter
 
 
 async def collect(
@@ -43,22 +43,6 @@ async def collect(
 
 def samples_of(batches: list[GeneratedBatch]) -> list[GeneratedSample]:
     return [sample for batch in batches for sample in batch.samples]
-
-
-def path_of(sample: GeneratedSample) -> Trajectory:
-    assert isinstance(sample.record, Trajectory)
-    return sample.record
-
-
-def final_of(sample: GeneratedSample) -> torch.Tensor:
-    assert isinstance(sample.record, FinalLatents)
-    return sample.record.latents
-
-
-def adapter_of(engine: DiffusersEngine) -> ModelAdapter:
-    """The engine's model, as the trainer would have one of its own."""
-    assert engine._adapter is not None
-    return engine._adapter
 
 
 def assert_same(one: GeneratedSample, other: GeneratedSample) -> None:
@@ -374,14 +358,6 @@ def untrained(model: ModelSpec, spec: LoraSpec) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in lora.install_lora(adapter.experts, spec).items()}
 
 
-def published(model: ModelSpec, spec: LoraSpec, seed: int) -> dict[str, torch.Tensor]:
-    """An adapter as a trainer would publish it after some updates."""
-    adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {name: parameter.shape for name, parameter in lora.install_lora(adapter.experts, spec).items()}
-    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-
-
 def velocity_by(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> np.ndarray:
     """(B, *latent) float64 of one stored step, by some other copy of the model."""
     with torch.no_grad():
@@ -401,7 +377,7 @@ async def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     engine: RolloutEngine, model: ModelSpec, guidance_scale: float
 ) -> None:
     """Against two models of our own, one without any adapter, and the formula of the `sde` step in float64."""
-    state = published(model, LORA, 3)
+    state = make_adapter(model, LORA, 3)
     plain, adapted = (
         adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",)) for _ in range(2)
     )
@@ -428,7 +404,7 @@ async def test_the_reference_kl_changes_no_sample_and_is_0_before_training(
     engine: RolloutEngine, model: ModelSpec
 ) -> None:
     await engine.prepare(model, LORA)
-    for state, is_zero in ((published(model, LORA, 3), False), (untrained(model, LORA), True)):
+    for state, is_zero in ((make_adapter(model, LORA, 3), False), (untrained(model, LORA), True)):
         await engine.load_adapter(state)
         without, measured = [
             samples_of(await collect(engine, replace(make_request(), reference_kl=wanted))) for wanted in (False, True)
@@ -450,7 +426,7 @@ async def test_an_adapter_replaces_another_and_leaves_without_trace(engine: Diff
     base = samples_of(await collect(engine, make_request()))
     other = LoraSpec(rank=2, alpha=2.0, target_modules=["to_k"])
     for spec, seed in ((other, 1), (LORA, 2)):
-        state = published(model, spec, seed)
+        state = make_adapter(model, spec, seed)
         await engine.prepare(model, spec)
         await engine.load_adapter(state)
         assert await engine.verify(weights.tensor_hashes(state.items())) == weights.digest(
@@ -464,7 +440,7 @@ async def test_an_adapter_replaces_another_and_leaves_without_trace(engine: Diff
 
 async def test_verify_refuses_one_wrong_element_and_a_missing_name(engine: DiffusersEngine, model: ModelSpec) -> None:
     await engine.prepare(model, LORA)
-    state = published(model, LORA, 3)
+    state = make_adapter(model, LORA, 3)
     hashes = weights.tensor_hashes(state.items())
     name = next(iter(state))
     await engine.load_adapter({**state, name: state[name] + 1e-6})

@@ -13,17 +13,15 @@ from diffusers import FluxPipeline
 from PIL import Image
 
 from flowfleet.algorithms.sde import ode_step, reverse_step
-from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.errors import DataLoss
-from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import family_of
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora, weights
-from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
+from services.rollout.engines.base import GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
-from tests.services.rollout.conftest import make_request
+from tests.services.rollout.conftest import adapter_of, final_of, make_request, path_of
 from tests.tiny_models import MAKERS, make_tiny
 
 VIDEO_FRAMES = 5
@@ -67,21 +65,6 @@ async def batch_of(engine: RolloutEngine, request: GenerationRequest) -> Generat
     """The only batch of a request."""
     (batch,) = [batch async for batch in engine.generate(request, lambda: False)]
     return batch
-
-
-def adapter_of(engine: DiffusersEngine) -> ModelAdapter:
-    assert engine._adapter is not None
-    return engine._adapter
-
-
-def path_of(sample: GeneratedSample) -> Trajectory:
-    assert isinstance(sample.record, Trajectory)
-    return sample.record
-
-
-def final_of(sample: GeneratedSample) -> torch.Tensor:
-    assert isinstance(sample.record, FinalLatents)
-    return sample.record.latents
 
 
 def prompts_of(batch: GeneratedBatch) -> tuple[PromptEmbeds, PromptEmbeds | None]:

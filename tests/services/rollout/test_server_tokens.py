@@ -17,7 +17,7 @@ from flowfleet.proto.rollout_pb2 import ModelSpec
 from flowfleet.weights import weights
 from services.rollout.sampling.requests import generation_request
 from tests.services.rollout.replica import Client, ReplicaProcess, Sender
-from tests.services.rollout.text_models import save_text_model
+from tests.tiny_models.text import save_text_model
 
 SAMPLING = rollout_pb2.SequenceSampling(max_tokens=10, temperature=0.9, top_p=1.0, routed_experts=True)
 
@@ -40,7 +40,7 @@ def asking(job_id: str, version: int, **changes: object) -> rollout_pb2.Generate
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(save_text_model(tmp_path_factory.mktemp("text"), experts=True)), dtype="float32")
+    return ModelSpec(path=str(save_text_model(tmp_path_factory.mktemp("text"), "experts")), dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,14 @@ from services.rollout.engines.base import (
     GenerationRequest,
     Noise,
     PromptGroup,
+    RolloutEngine,
     SequenceSampling,
 )
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.tokens import choose
 from services.rollout.engines.transformers import TransformersEngine
 from services.rollout.sampling.requests import NO_SAMPLING
-from tests.services.rollout.text_models import save_text_model
+from tests.tiny_models.text import save_text_model
 
 LORA = LoraSpec(rank=2, alpha=4, target_modules=["q_proj", "v_proj"])
 SETTINGS = SequenceSampling(max_tokens=12)
@@ -36,7 +37,7 @@ SETTINGS = SequenceSampling(max_tokens=12)
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    folder = save_text_model(tmp_path_factory.mktemp(request.param), experts=request.param == "experts")
+    folder = save_text_model(tmp_path_factory.mktemp(request.param), request.param)
     return ModelSpec(path=str(folder), dtype="float32")
 
 
@@ -55,7 +56,7 @@ def asked(*groups: PromptGroup, settings: SequenceSampling = SETTINGS) -> Genera
     return GenerationRequest(groups, NO_SAMPLING, Noise(), "tokens", sequence=settings)
 
 
-async def generated(engine: TransformersEngine, request: GenerationRequest) -> list[GeneratedSample]:
+async def generated(engine: RolloutEngine, request: GenerationRequest) -> list[GeneratedSample]:
     return [sample async for batch in engine.generate(request, lambda: False) for sample in batch.samples]
 
 

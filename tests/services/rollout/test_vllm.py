@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.errors import DataLoss
 from flowfleet.models.registry import sequence_adapter_for
 from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
@@ -25,15 +24,14 @@ from services.rollout.engines.base import (
     Cancelled,
     GeneratedSample,
     GenerationRequest,
-    Noise,
     PromptGroup,
     SequenceSampling,
 )
 from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.sampling.requests import NO_SAMPLING
 from tests.filling import filling
 from tests.services.rollout.test_engine import Recorder, Sender
-from tests.services.rollout.text_models import save_text_model
+from tests.services.rollout.test_transformers_engine import asked, generated, group, tokens_of
+from tests.services.rollout.test_transformers_engine import model as model
 
 pytestmark = pytest.mark.long
 
@@ -44,12 +42,6 @@ SETTINGS = SequenceSampling(max_tokens=12)
 LONG = "1+1=" * 40 + "?"
 """161 tokens: more than a block of vLLM's cache."""
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module", params=["dense", "experts"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    folder = save_text_model(tmp_path_factory.mktemp(request.param), experts=request.param == "experts")
-    return ModelSpec(path=str(folder), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +62,6 @@ def engine(loop: asyncio.AbstractEventLoop) -> Iterator[VllmEngine]:
 def reference(model: ModelSpec) -> SequenceAdapter:
     """The trainer's own model and log-probs."""
     return sequence_adapter_for(model.path).load(model.path, dtype=torch.float32)
-
-
-def group(number: int, prompt: str, *seeds: int) -> PromptGroup:
-    return PromptGroup(number, prompt, tuple(range(len(seeds))), seeds)
-
-
-def asked(*groups: PromptGroup, settings: SequenceSampling = SETTINGS) -> GenerationRequest:
-    return GenerationRequest(groups, NO_SAMPLING, Noise(), "tokens", sequence=settings)
-
-
-async def generated(engine: VllmEngine, request: GenerationRequest) -> list[GeneratedSample]:
-    return [sample async for batch in engine.generate(request, lambda: False) for sample in batch.samples]
-
-
-def tokens_of(sample: GeneratedSample) -> TokenTrajectory:
-    assert isinstance(sample.record, TokenTrajectory)
-    return sample.record
 
 
 @torch.no_grad()

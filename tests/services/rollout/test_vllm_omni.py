@@ -23,14 +23,13 @@ from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSa
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.filling import filling
-from tests.services.rollout.conftest import LORA, make_request
+from tests.services.rollout.conftest import LORA, make_request, path_of
+from tests.services.rollout.replica import make_adapter
 from tests.services.rollout.test_engine import (  # The tests among these run here as well, on this file's engine.
     Recorder,
     Sender,
     assert_same,
     collect,
-    path_of,
-    published,
     recomputed,
     samples_of,
     test_a_group_can_share_its_initial_noise,  # noqa: F401
@@ -183,7 +182,7 @@ def trainer_of(model: ModelSpec, spec: LoraSpec | None, state: dict[str, torch.T
 @pytest.mark.parametrize("spec", [None, LORA])
 def test_log_probs_equal_the_trainers(engine: VllmOmniEngine, model: ModelSpec, spec: LoraSpec | None) -> None:
     """Exactly for full weights; vLLM adds an adapter's part in one operation, PEFT in two."""
-    state = published(model, spec, 5) if spec else {}
+    state = make_adapter(model, spec, 5) if spec else {}
     run(engine.prepare(model, spec))
     if spec is not None:
         run(engine.load_adapter(state))
@@ -201,7 +200,7 @@ def test_adapters_draw_what_they_draw_on_diffusers(
     """On every target, among them those that vLLM-Omni fuses or has under a second name."""
     base = samples_of(run(collect_prepared(engine, model, None)))
     for spec, seed in ((ALL_TARGETS, 1), (LORA, 2)):
-        state = published(model, spec, seed)
+        state = make_adapter(model, spec, seed)
         for prepared in (engine, other):
             run(prepared.prepare(model, spec))
             run(prepared.load_adapter(state))
@@ -223,7 +222,7 @@ def test_each_target_is_adapted(engine: VllmOmniEngine, model: ModelSpec, target
     """A layer that is wrapped but not called would leave the picture as it is."""
     spec = LoraSpec(rank=2, alpha=4.0, target_modules=[target])
     base = path_of(samples_of(run(collect_prepared(engine, model, spec)))[0])
-    run(engine.load_adapter(published(model, spec, 3)))
+    run(engine.load_adapter(make_adapter(model, spec, 3)))
     assert gap(path_of(samples_of(run(collect(engine, make_request())))[0]).next_latents, base.next_latents) > 1e-4
 
 
@@ -243,7 +242,7 @@ def test_adapted_layers_compile_whole(engine: VllmOmniEngine, model: ModelSpec) 
         return [tuple(y[0] if isinstance(y, tuple) else y for y in pair) for pair in made]
 
     run(engine.prepare(model, spec))
-    run(engine.load_adapter(published(model, spec, 4)))
+    run(engine.load_adapter(make_adapter(model, spec, 4)))
     for compiled, eager in run(engine._perform("prepare", compiled_and_eager)):
         assert gap(compiled, eager) <= 1e-5
         assert eager.abs().max() > 0
@@ -260,7 +259,7 @@ def test_a_merged_adapter_samples_as_the_diffusers_engine_merges_it(
         for spec in (LORA, merged):
             for it in (engine, other):
                 run(it.prepare(model, spec))
-                run(it.load_adapter(published(model, spec, seed)))
+                run(it.load_adapter(make_adapter(model, spec, seed)))
             ours, theirs = of_both(engine, other, request)[0]
             assert gap(path_of(ours).log_probs, path_of(theirs).log_probs) <= 1e-4
             assert ours.reference_kl == pytest.approx(theirs.reference_kl, rel=1e-2)
@@ -281,11 +280,11 @@ def sent(tensors: dict[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
 
 
 def test_an_adapter_can_come_by_broadcast(engine: VllmOmniEngine, model: ModelSpec) -> None:
-    state = published(model, LORA, 7)
+    state = make_adapter(model, LORA, 7)
     run(engine.prepare(model, LORA))
     run(engine.load_adapter(state))
     expected = samples_of(run(collect(engine, make_request())))
-    run(engine.load_adapter(published(model, LORA, 8)))
+    run(engine.load_adapter(make_adapter(model, LORA, 8)))
     buckets, flats = sent(state)
     run(engine.receive(Sender(flats), buckets))
     run(engine.verify(weights.tensor_hashes(state.items())))
@@ -318,7 +317,7 @@ def test_work_in_hand_is_finished_before_weights_change(
     engine: VllmOmniEngine, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One batch runs and two wait while an adapter comes: the first is drawn by the old one, the others by the new."""
-    state = published(model, LORA, 9)
+    state = make_adapter(model, LORA, 9)
     monkeypatch.setattr(engine, "_max_batch", 1)
     request = replace(make_request(), groups=(PromptGroup(0, "A red sign", (0, 1, 2), (5, 5, 5)),))
     steps = 0
@@ -376,7 +375,7 @@ def test_a_pause_that_fails_is_undone(
 ) -> None:
     """AsyncOmni takes no request from the first moment of a pause on, and its scheduler may not answer then."""
     run(engine.prepare(model, LORA))
-    state = published(model, LORA, 9)
+    state = make_adapter(model, LORA, 9)
     answering = engine._omni._engine_core_rpc
 
     async def silent(method: str, **arguments: Any) -> Any:

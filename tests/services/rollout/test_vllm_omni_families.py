@@ -17,8 +17,9 @@ from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.filling import filling
+from tests.services.rollout.conftest import final_of, path_of
 from tests.services.rollout.test_engine import Recorder, Sender
-from tests.services.rollout.test_families import batch_of, final_of, path_of, request_for
+from tests.services.rollout.test_families import batch_of, request_for
 from tests.tiny_models import make_tiny
 
 KINDS = ("stable_diffusion_3", "wan_two_experts", "wan_5b")

@@ -22,7 +22,8 @@ from services.rollout.engines.base import GeneratedSample, GenerationRequest, Pr
 from services.rollout.engines.vllm import parameters
 from services.rollout.engines.vllm.engine import VllmEngine
 from tests.e2e.matrix.texts import as_whole
-from tests.services.rollout.test_vllm import LORA, TOLERANCE, asked, generated, received, tokens_of
+from tests.services.rollout.test_transformers_engine import asked, generated, tokens_of
+from tests.services.rollout.test_vllm import LORA, TOLERANCE, received
 
 pytestmark = pytest.mark.long
 

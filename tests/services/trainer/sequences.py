@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
@@ -19,40 +18,7 @@ from flowfleet.redis import keys
 from flowfleet.seeds import sample_seed
 from flowfleet.weights.weights import dtype_of
 from tests.services.trainer.steps import JOB
-
-VOCABULARY = 48
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-
-
-def save_tiny(path: Path, kind: str = "dense") -> Path:
-    """A model with random weights: dense, tied or experts."""
-    torch.manual_seed(0)
-    model: PreTrainedModel
-    if kind == "experts":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, tie_word_embeddings=False))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=kind == "tied"))
-    for parameter in model.parameters():
-        parameter.data.mul_(3 if parameter.dim() > 1 else 1)  # so that probabilities differ
-    model.save_pretrained(path)
-    return path
+from tests.tiny_models.text import VOCABULARY
 
 
 def make_spec(path: Path, algorithm: str = "grpo", /, **parts: dict[str, Any]) -> JobSpec:

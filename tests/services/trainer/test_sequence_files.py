@@ -15,9 +15,10 @@ from flowfleet.weights import lora
 from services.trainer import export as exports
 from services.trainer.model.engine import lora_spec
 from services.trainer.parallel.ranks import Ranks
-from tests.services.trainer.sequences import Writer, make_spec, save_tiny
+from tests.services.trainer.sequences import Writer, make_spec
 from tests.services.trainer.steps import JOB
 from tests.services.trainer.workers import make_worker, state_of, trained_of
+from tests.tiny_models.text import save_text_model
 
 IDS = torch.tensor([[3, 5, 7, 11, 13, 17]])
 
@@ -36,7 +37,7 @@ def test_an_export_is_loaded_by_transformers_and_peft(
     kind: str, mode: str, files: SyncBlobs, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "SHARD_BYTES", 20_000)
-    base = save_tiny(tmp_path / "base", kind)
+    base = save_text_model(tmp_path / "base", kind)
     spec = small(base, mode=mode)
     worker = make_worker(spec, ranks, files, tmp_path)
     worker.train(Writer(spec).write(files, 0))
@@ -70,7 +71,7 @@ def expected_model(base: Path) -> Any:
 
 
 def test_an_adapter_is_taken_out_again(tmp_path: Path) -> None:
-    model = expected_model(save_tiny(tmp_path / "base"))
+    model = expected_model(save_text_model(tmp_path / "base"))
     with torch.no_grad():
         before = model(IDS).logits
     spec = small(tmp_path / "base")
@@ -89,7 +90,7 @@ def test_an_adapter_is_taken_out_again(tmp_path: Path) -> None:
 def test_a_resumed_trainer_goes_on_with_the_same_bits(
     mode: str, files: SyncBlobs, ranks: Ranks, tmp_path: Path
 ) -> None:
-    spec = small(save_tiny(tmp_path / "base"), mode=mode)
+    spec = small(save_text_model(tmp_path / "base"), mode=mode)
     requests = [Writer(spec).write(files, step) for step in range(2)]
     worker = make_worker(spec, ranks, files, tmp_path)
     worker.train(requests[0])

@@ -23,20 +23,21 @@ from flowfleet.weights import lora
 from services.trainer.model.engine import lora_spec
 from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.ranked import blobs_of, prepare
-from tests.services.trainer.sequences import Writer, make_spec, save_tiny
+from tests.services.trainer.sequences import Writer, make_spec
 from tests.services.trainer.steps import JOB
 from tests.services.trainer.test_matching_ranks import torchrun
 from tests.services.trainer.workers import make_worker, state_of, trained_of
+from tests.tiny_models.text import save_text_model
 
 
 @pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.long)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp(request.param), request.param)
+    return save_text_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("plain"))
+    return save_text_model(tmp_path_factory.mktemp("plain"))
 
 
 class Oracle:
@@ -188,7 +189,7 @@ def test_corrections_weigh_tokens_or_sequences(
 
 def test_experts_are_replayed_unless_the_job_says_no(files: SyncBlobs, ranks: Ranks, tmp_path: Path) -> None:
     """Log-probs under other experts are other log-probs; a trajectory that lacks them is refused."""
-    folder = save_tiny(tmp_path / "model", "experts")
+    folder = save_text_model(tmp_path / "model", "experts")
     rollout = {"prompts_per_step": 1, "group_size": 2, "sequence": {"max_tokens": 8}}
     spec = make_spec(folder, "gspo", rollout=rollout)
     worker = make_worker(spec, ranks, files, tmp_path)
@@ -214,7 +215,7 @@ def test_an_update_from_the_rollouts_weights_is_the_same_without_replay(
     files: SyncBlobs, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Bit for bit: the router chooses the same experts again. In later updates its weights are others."""
-    folder = save_tiny(tmp_path / "model", "experts")
+    folder = save_text_model(tmp_path / "model", "experts")
     rollouts = [
         {"prompts_per_step": 3, "group_size": 2, "sequence": {"max_tokens": 8, "routed_experts": is_on}}
         for is_on in (True, False)
@@ -261,7 +262,7 @@ def test_a_broken_sequence_is_named_before_anything_changes(
     kept = good.trajectory.SerializeToString()
     odd = replace(written, token_ids=written.token_ids + 48)
     good.trajectory.CopyFrom(files.put(keys.blob(JOB, "odd"), odd.to_bytes()))
-    with pytest.raises(InvalidRequest, match=r"sample job-1/0/1/1: its sequence has token \d+, and the model has 48"):
+    with pytest.raises(InvalidRequest, match=r"sample job-1/0/1/1: its sequence has token \d+, and the model has 42"):
         worker.train(request)
     good.trajectory.CopyFrom(request.samples[3].sample.prompt_embeds)
     with pytest.raises(DataLoss, match=r"sample job-1/0/1/1: expected a blob of format flowfleet\.tokens\.v1"):
@@ -278,7 +279,7 @@ def test_a_broken_sequence_is_named_before_anything_changes(
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_two_ranks_make_the_steps_of_one(mode: str, files: SyncBlobs, ranks: Ranks, tmp_path: Path) -> None:
     """FSDP2 by Gloo, experts sharded too: weights and metrics of one rank, over two passes."""
-    folder = save_tiny(tmp_path / "model", "experts")
+    folder = save_text_model(tmp_path / "model", "experts")
     trainer = {"mode": mode, "passes": 2, "sharding": "fsdp", "threads": 1, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
     trainer |= {"lora": {"rank": 3, "alpha": 6.0}, "micro_batch_tokens": 20, "updates_per_step": 1}
     one, two = (make_spec(folder, "dapo", trainer={**trainer, "world_size": size}) for size in (1, 2))

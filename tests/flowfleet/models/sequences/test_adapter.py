@@ -5,41 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from flowfleet.models.registry import adapter_for, family_of, sequence_adapter_for
 from flowfleet.models.sequences import token_log_probs
 from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
 from flowfleet.models.sequences.prompts import EncodedPrompt
-
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+from tests.tiny_models.text import VOCABULARY, save_text_model
 
 
 @pytest.fixture(scope="module", params=["dense", "tied", "experts"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp(request.param)
-    model: PreTrainedModel
-    if request.param == "experts":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=request.param == "tied"))
-    for parameter in model.parameters():
-        parameter.data.mul_(3 if parameter.dim() > 1 else 1)  # so that probabilities differ
-    model.save_pretrained(path)
-    return path
+    return save_text_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture
@@ -51,7 +27,7 @@ def drawn(lengths: list[tuple[int, int]]) -> list[Tokens]:
     generator = torch.Generator().manual_seed(1)
 
     def ids(number: int) -> Tensor:
-        return torch.randint(2, SIZES["vocab_size"], (number,), generator=generator)  # type: ignore[arg-type]
+        return torch.randint(2, VOCABULARY, (number,), generator=generator)
 
     return [Tokens(EncodedPrompt(ids(prompt)), ids(written)) for prompt, written in lengths]
 

@@ -9,7 +9,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flowfleet.models.families.qwen3 import Qwen3Adapter
 from flowfleet.models.sequences.attention import NAME, causal_layers
-from tests.flowfleet.models.sequences.test_adapter import SIZES, alone, drawn
+from tests.flowfleet.models.sequences.test_adapter import alone, drawn
+from tests.tiny_models.text import SIZES
 
 
 @pytest.fixture

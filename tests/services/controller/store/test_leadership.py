@@ -68,15 +68,11 @@ class Contender:
         monkeypatch.setattr(self.lease, "_call", lambda *_: nothing())
 
 
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
+MakeContender = Callable[..., Contender]
 
 
 @pytest.fixture
-async def contender(redis: Any) -> AsyncIterator[Callable[..., Contender]]:
+async def contender(redis: Any) -> AsyncIterator[MakeContender]:
     made: list[Contender] = []
 
     def make(**times: float) -> Contender:
@@ -88,7 +84,7 @@ async def contender(redis: Any) -> AsyncIterator[Callable[..., Contender]]:
 
 
 async def test_one_leads_and_renews_and_the_other_takes_over_when_it_leaves(
-    redis: Any, contender: Callable[..., Contender]
+    redis: Any, contender: MakeContender
 ) -> None:
     first = contender()
     await first.leads()
@@ -107,7 +103,7 @@ async def test_one_leads_and_renews_and_the_other_takes_over_when_it_leaves(
 
 
 async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_nothing_any_more(
-    redis: Any, contender: Callable[..., Contender], monkeypatch: pytest.MonkeyPatch
+    redis: Any, contender: MakeContender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = contender()
     await first.leads()
@@ -139,9 +135,7 @@ async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_not
     assert (await Store(redis).jobs.get(job.id)).status is JobStatus.QUEUED
 
 
-async def test_another_that_takes_over_within_a_transaction_undoes_it(
-    redis: Any, contender: Callable[..., Contender]
-) -> None:
+async def test_another_that_takes_over_within_a_transaction_undoes_it(redis: Any, contender: MakeContender) -> None:
     first = contender()
     await first.leads()
 
@@ -155,9 +149,7 @@ async def test_another_that_takes_over_within_a_transaction_undoes_it(
     assert await redis.exists("written") == 0
 
 
-async def test_who_finds_another_in_its_place_follows_and_may_lead_again(
-    redis: Any, contender: Callable[..., Contender]
-) -> None:
+async def test_who_finds_another_in_its_place_follows_and_may_lead_again(redis: Any, contender: MakeContender) -> None:
     first = contender()
     await first.leads()
     await redis.set(keys.leader(), json.dumps({"place": "elsewhere", "pid": 1, "started": "1"}), px=700)
@@ -168,7 +160,7 @@ async def test_who_finds_another_in_its_place_follows_and_may_lead_again(
     await first.lease.confirm()
 
 
-async def test_a_lease_that_ran_out_with_nobody_else_is_kept(redis: Any, contender: Callable[..., Contender]) -> None:
+async def test_a_lease_that_ran_out_with_nobody_else_is_kept(redis: Any, contender: MakeContender) -> None:
     """Such an outage of Redis is longer than the lease."""
     first = contender()
     await first.leads()
@@ -178,7 +170,7 @@ async def test_a_lease_that_ran_out_with_nobody_else_is_kept(redis: Any, contend
     assert (first.works, await redis.exists(keys.leader())) == (1, 1)
 
 
-async def test_an_emptied_redis_is_led_again(redis: Any, contender: Callable[..., Contender]) -> None:
+async def test_an_emptied_redis_is_led_again(redis: Any, contender: MakeContender) -> None:
     first = contender()
     await first.leads()
     await redis.flushall()
@@ -188,7 +180,7 @@ async def test_an_emptied_redis_is_led_again(redis: Any, contender: Callable[...
 
 
 async def test_a_successor_on_this_machine_does_not_wait_for_its_dead_predecessor(
-    redis: Any, redis_url: str, contender: Callable[..., Contender]
+    redis: Any, redis_url: str, contender: MakeContender
 ) -> None:
     code = "from tests.services.controller.store.test_leadership import lead_and_die; lead_and_die()"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env={**os.environ, "URL": redis_url})

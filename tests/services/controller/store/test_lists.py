@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from redis.asyncio import Redis
 
 from flowfleet.api.overview import Curve
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
-from flowfleet.redis.client import connect
 from services.controller.store.events import MAX_NOTICES
 from services.controller.store.lists import MAX_POINTS, with_point
 from services.controller.store.store import Store
@@ -24,13 +21,6 @@ SPEC = parse_job(
         "rollout": {"pool": "big"},
     }
 )
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 async def test_a_row_has_what_the_record_has(redis: Redis) -> None:

@@ -52,6 +52,9 @@ class Controller:
         await end([self._task])
 
 
+MakeController = Callable[..., Controller]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     started = Pair(tmp_path_factory.mktemp("pair"))
@@ -70,7 +73,7 @@ async def redis(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[An
 
 
 @pytest.fixture
-async def controller(redis: Any, tmp_path: Path) -> AsyncIterator[Callable[..., Controller]]:
+async def controller(redis: Any, tmp_path: Path) -> AsyncIterator[MakeController]:
     made: list[Controller] = []
 
     def make(num_acks: int = 1) -> Controller:
@@ -87,7 +90,7 @@ async def goes_back(redis: Any, by: int = 1) -> None:
 
 
 async def test_the_leader_notes_what_replicas_acknowledged(
-    redis: Any, controller: Callable[..., Controller], tmp_path: Path
+    redis: Any, controller: MakeController, tmp_path: Path
 ) -> None:
     leader = controller()
     await leader.notes(3)
@@ -101,7 +104,7 @@ async def test_the_leader_notes_what_replicas_acknowledged(
 
 
 async def test_a_leader_stops_when_redis_went_back_and_nobody_leads_until_the_loss_is_accepted(
-    redis: Any, controller: Callable[..., Controller], tmp_path: Path
+    redis: Any, controller: MakeController, tmp_path: Path
 ) -> None:
     first = controller()
     await first.notes(3)
@@ -127,9 +130,7 @@ async def test_a_leader_stops_when_redis_went_back_and_nobody_leads_until_the_lo
     assert leader.gauge("flowfleet_redis_lost_writes") == 0
 
 
-async def test_a_redis_that_gets_the_lost_writes_back_is_led_again(
-    redis: Any, controller: Callable[..., Controller]
-) -> None:
+async def test_a_redis_that_gets_the_lost_writes_back_is_led_again(redis: Any, controller: MakeController) -> None:
     one = controller()
     await one.notes(2)
     await goes_back(redis)
@@ -139,7 +140,7 @@ async def test_a_redis_that_gets_the_lost_writes_back_is_led_again(
     assert (one.lease.trouble, one.works) == ("", 2)
 
 
-async def test_an_emptied_redis_is_not_led(redis: Any, controller: Callable[..., Controller]) -> None:
+async def test_an_emptied_redis_is_not_led(redis: Any, controller: MakeController) -> None:
     one = controller()
     await one.notes(2)
     await redis.flushall()
@@ -148,7 +149,7 @@ async def test_an_emptied_redis_is_not_led(redis: Any, controller: Callable[...,
 
 
 async def test_no_fenced_write_is_made_on_a_redis_that_went_back(
-    redis: Any, controller: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+    redis: Any, controller: MakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before the leader looks again."""
     one = controller()
@@ -170,7 +171,7 @@ async def test_no_fenced_write_is_made_on_a_redis_that_went_back(
 
 
 async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
-    redis: Any, controller: Callable[..., Controller], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    redis: Any, controller: MakeController, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = controller(num_acks=2)
     await until(lambda: (one.gauge("flowfleet_redis_unacknowledged_seconds") or 0) > 0.2)
@@ -185,7 +186,7 @@ async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
 
 
 async def test_without_acknowledgments_a_redis_is_led_whatever_it_holds(
-    redis: Any, controller: Callable[..., Controller], tmp_path: Path
+    redis: Any, controller: MakeController, tmp_path: Path
 ) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / NAME).write_text('{"number": 9, "at": "then"}')
@@ -194,9 +195,7 @@ async def test_without_acknowledgments_a_redis_is_led_whatever_it_holds(
     assert await redis.exists(keys.acknowledged()) == 0
 
 
-async def test_a_damaged_file_keeps_from_leading_and_says_so(
-    controller: Callable[..., Controller], tmp_path: Path
-) -> None:
+async def test_a_damaged_file_keeps_from_leading_and_says_so(controller: MakeController, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / NAME).write_text("{")
     one = controller()
@@ -206,7 +205,7 @@ async def test_a_damaged_file_keeps_from_leading_and_says_so(
 
 
 async def test_a_successor_on_the_side_of_a_stale_primary_stops(
-    redis: Any, controller: Callable[..., Controller], tmp_path: Path
+    redis: Any, controller: MakeController, tmp_path: Path
 ) -> None:
     """Another controller leads elsewhere, with a newer primary, and shares the file."""
     one = controller()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,18 +11,10 @@ import pytest
 from flowfleet.data.blobs import RedisBlobs
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
-from flowfleet.redis.client import connect
 from services.controller.store.sample_refs import SampleRefs
 
 JOB = "job"
 SHARED = "negative"
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from services.trainer.step import mfu
 from tests.services.trainer import sequences
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import engine_of, make_worker
+from tests.tiny_models.text import save_text_model
 
 PEAK, BASE, ADAPTED = 1e12, 1e9, 1.5e9
 
@@ -170,7 +171,7 @@ def test_sequences_count_their_tokens(
 ) -> None:
     """Two updates: the second one's old log-probs are a forward of their own."""
     monkeypatch.setattr(devices, "peak_flops", lambda device: PEAK)
-    spec = sequences.make_spec(sequences.save_tiny(tmp_path / "model", "experts"), trainer={"updates_per_step": 2})
+    spec = sequences.make_spec(save_text_model(tmp_path / "model", "experts"), trainer={"updates_per_step": 2})
     worker = make_worker(spec, ranks, files, tmp_path)
     request = sequences.Writer(spec).write(files, 0)
 

@@ -161,7 +161,7 @@ async def test_images_go_with_models_that_take_them(api: Api, job: Job, tmp_path
 
 
 @pytest.fixture
-def edit(job: Job, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def edit(job: Job, tmp_path: Path) -> Job:
     """A job that edits: each set of data is given as the images of its lines."""
 
     def make(train: list[list[str]], validation: list[list[str]] | None = None) -> dict[str, Any]:
@@ -175,9 +175,7 @@ def edit(job: Job, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
-async def test_condition_images_of_one_shape_are_taken_whatever_their_size(
-    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_condition_images_of_one_shape_are_taken_whatever_their_size(api: Api, edit: Job, tmp_path: Path) -> None:
     wide = [picture(tmp_path / "1.png", 30, 20), picture(tmp_path / "2.jpg", 600, 400)]
     turned = [picture(tmp_path / f"turned{o}.{kind}", 40, 60, o) for o, kind in ((6, "jpg"), (8, "png"), (5, "webp"))]
     upright = picture(tmp_path / "3.webp", 15, 10, 3)
@@ -186,9 +184,7 @@ async def test_condition_images_of_one_shape_are_taken_whatever_their_size(
     assert await refusals(api, edit(rows, rows[:1])) == []
 
 
-async def test_condition_images_of_another_shape_are_refused(
-    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_condition_images_of_another_shape_are_refused(api: Api, edit: Job, tmp_path: Path) -> None:
     wide, square = picture(tmp_path / "wide.png", 30, 20), picture(tmp_path / "square.png", 16, 16)
     tall = picture(tmp_path / "tall.jpg", 30, 20, 6)
     [first, second] = await refusals(api, edit([[wide], [wide], [square], [tall]]))
@@ -205,9 +201,7 @@ async def test_condition_images_of_another_shape_are_refused(
     assert "train.jsonl:1 is 30 x 20" in detail
 
 
-async def test_another_number_of_condition_images_is_refused(
-    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_another_number_of_condition_images_is_refused(api: Api, edit: Job, tmp_path: Path) -> None:
     square = picture(tmp_path / "square.png", 16, 16)
     [(setting, detail)] = await refusals(api, edit([[square], [square, square]]))
     assert setting == "data.train"
@@ -215,9 +209,7 @@ async def test_another_number_of_condition_images_is_refused(
     assert "train.jsonl:1 has 1: give every line" in detail
 
 
-async def test_a_condition_image_without_a_header_is_refused(
-    api: Api, edit: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+async def test_a_condition_image_without_a_header_is_refused(api: Api, edit: Job, tmp_path: Path) -> None:
     good = picture(tmp_path / "good.png", 16, 16)
     (tmp_path / "bad.png").write_bytes(b"text")
     for rows, line in (([[good], ["bad.png"]], 2), ([["bad.png"], [good]], 1)):

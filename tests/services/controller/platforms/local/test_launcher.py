@@ -228,7 +228,7 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
     async with asyncio.timeout(30):
         await launcher.ensure("job", two)
         ranks = [tmp_path / "trainers" / f"job.port.rank{rank}" for rank in (0, 1)]
-        await until(lambda: all(rank.exists() for rank in ranks))
+        await until(lambda: all(rank.exists() and rank.read_text() for rank in ranks))
         first, second = (int(rank.read_text()) for rank in ranks)
         os.kill(second, signal.SIGKILL)
         killed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tiny policies that write text, with a tokenizer of characters."""
+"""Tiny policies that write text, with random weights and a tokenizer of characters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 CHARACTERS = " 0123456789abcdefghijklmnopqrstuvwxyz+=?"
+VOCABULARY = len(CHARACTERS) + 2
 SIZES: dict[str, Any] = {
-    "vocab_size": len(CHARACTERS) + 2,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -21,16 +22,22 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
     "pad_token_id": 0,
-    "tie_word_embeddings": False,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 
 
-def save_text_model(path: Path, *, experts: bool = False) -> Path:
-    """Writes a model whose random weights make its tokens unequally likely, and its tokenizer."""
+def save_text_model(path: Path, kind: str = "dense") -> Path:
+    """Writes a dense, tied or experts model, whose tokens are unequally likely, and its tokenizer."""
     torch.manual_seed(0)
     model = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)) if experts else Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False))
+        if kind == "experts"
+        else Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=kind == "tied"))
     )
     for parameter in model.parameters():
         parameter.data.mul_(3 if parameter.dim() > 1 else 1)
