@@ -612,14 +612,12 @@ async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     assert slow.most_here == 8
 
 
-@pytest.mark.anyio
 async def test_the_reason_names_a_silent_rank_until_it_is_heard(
-    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    run: Run, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hangs, "QUIET_S", 0.2)
     monkeypatch.setattr(watch, "LOOK_S", 0.1)
-
-    async def use(fleet: ScriptedFleet) -> None:
+    async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.trainer.ranks = [
             trainer_pb2.RankProgress(rank=rank, phase="checkpoint", limit_s=1800.0, silence_s=120.0) for rank in (0, 1)
         ]
@@ -633,5 +631,3 @@ async def test_the_reason_names_a_silent_rank_until_it_is_heard(
             await fleet.reached(found.id, lambda record: not record.reason)
         ended = await fleet.reached(found.id, lambda record: record.status.terminal)
         assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, "")
-
-    await run(use, ocr=ScriptedReward(by_index))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys
-from flowfleet.redis.client import connect
 from services.controller.store.records import SampleRecord
 from services.controller.store.store import Store
 
@@ -21,13 +19,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Any]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from services.controller.store.store import Store
 from tests.services.controller.conftest import Api
 from tests.services.controller.retention.conftest import Clock, spec
 
-pytestmark = pytest.mark.anyio
 YEAR_S = 365 * DAY_S
 WRONG_S = (0.0, YEAR_S, -YEAR_S, -1_700_000_000.0)
 """How far a clock is off: right, ahead, behind, and at the epoch."""

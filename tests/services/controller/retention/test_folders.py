@@ -22,8 +22,6 @@ from services.controller.store.store import Store
 from tests.services.controller.conftest import Api
 from tests.services.controller.retention.conftest import Clock, spec
 
-pytestmark = pytest.mark.anyio
-
 
 def with_files(state: Path, job_id: str) -> Path:
     """A job's folder and all else that it leaves on disk."""

@@ -34,7 +34,6 @@ from services.controller.store.removal import EndedJob
 from services.controller.store.store import Store
 from tests.services.controller.retention.conftest import Clock, history, spec
 
-pytestmark = pytest.mark.anyio
 GIB = 2**30
 
 
