@@ -16,8 +16,7 @@ def redis_acl(
     json_: Json = False,
 ) -> None:
     """Print redis-cli commands that create the users of controllers, rollouts and trainers; calls no server."""
-    from flowfleet.local.files import write_atomically
-    from flowfleet.local.secrets import make_private
+    from flowfleet.local.files import make_private, write_atomically
     from flowfleet.redis import acl
     from flowfleet.redis.server import new_password
 

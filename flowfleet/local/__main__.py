@@ -19,16 +19,16 @@ from flowfleet.process.telemetry import JsonFormatter
 
 def main(arguments: list[str]) -> int:
     options = StackOptions.model_validate_json(arguments[0])
-    log_file = _log_to(StateDir(options.state_dir))
     stop = threading.Event()
     stop_on_signals(stop)
     if "--exit-with-stdin" in arguments[1:]:
         threading.Thread(target=_stop_with_stdin, args=(stop,), daemon=True).start()
-
-    def leave_starter(_: Stack) -> None:
-        os.dup2(log_file.fileno(), sys.stderr.fileno())
-
     try:
+        log_file = _log_to(StateDir(options.state_dir))
+
+        def leave_starter(_: Stack) -> None:
+            os.dup2(log_file.fileno(), sys.stderr.fileno())
+
         run_stack(options, stop, leave_starter)
     except (StackError, OSError) as error:
         print(error, file=sys.stderr)
@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _log_to(state: StateDir) -> TextIO:
-    state.logs.mkdir(parents=True, exist_ok=True)
+    state.make()
+    state.logs.mkdir(exist_ok=True)
     file = state.log("supervisor").open("a", encoding="utf-8")
     handler = logging.StreamHandler(file)
     handler.setFormatter(JsonFormatter("supervisor"))

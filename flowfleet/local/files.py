@@ -1,10 +1,23 @@
-"""Writing small files so that a reader never sees half of one."""
+"""Files of a stack: private folders, small files of which a reader never sees half, and whose files are believed."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import TextIO
+
+_PRIVATE, _PRIVATE_FILE = 0o700, 0o600
+_WRITABLE_BY_OTHERS = 0o022
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that its owner alone may enter, or makes it so, whatever the umask. Raises PermissionError for a
+    folder of another user."""
+    folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    if (owner := folder.stat().st_uid) != os.geteuid():
+        raise PermissionError(f"{folder} belongs to the user {owner}, who could change what is in it")
+    os.chmod(folder, _PRIVATE)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -18,3 +31,23 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def read_own(path: Path) -> str:
+    """The text of a file that this user wrote. Raises OSError as `open_own` does."""
+    with open_own(path, os.O_RDONLY) as file:
+        return file.read()
+
+
+def open_own(path: Path, flags: int) -> TextIO:
+    """Opens a file of this user; with O_CREAT it is made, or made private. Raises OSError for a link, and for a file
+    that another user owns or may write."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _PRIVATE_FILE)
+    file = os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r", encoding="utf-8")
+    if flags & os.O_CREAT:
+        os.fchmod(file.fileno(), _PRIVATE_FILE)
+    status = os.fstat(file.fileno())
+    if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
+        file.close()
+        raise PermissionError(f"{path} is not believed: other users may write it; remove it")
+    return file

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from flowfleet.local.files import write_atomically
+from flowfleet.local.files import read_own, write_atomically
 from flowfleet.local.stack import MARK
 
 CLOCK_SLACK_S = 2.0
@@ -47,10 +47,11 @@ def write_record(path: Path, pid: int) -> None:
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """Reads the records in a directory; skips files that are not records (half written, someone else's)."""
+    """Reads the records in a directory; skips files that are not records (half written), and those that another user
+    wrote or could write: their processes would be ended."""
     for path in sorted(directory.glob("*.json")):
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(read_own(path))
             started = data.get("started")
             yield Record(path.stem, int(data["pid"]), started if isinstance(started, float) else None)
         except (OSError, ValueError, TypeError, KeyError):

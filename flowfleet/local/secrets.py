@@ -6,21 +6,18 @@ syntax, so that an operator can run another one, or call a service, as that kind
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowfleet.local.files import write_atomically
+from flowfleet.local.files import make_private, read_own, write_atomically
 from flowfleet.process import service
 from flowfleet.redis import acl as redis_acl
 from flowfleet.redis.server import new_password, server_url
 from flowfleet.rpc import kinds
 from flowfleet.rpc.kinds import Kind
-
-_PRIVATE = 0o700
 
 
 def _new_token() -> str:
@@ -79,11 +76,5 @@ def write(folder: Path, environments: Mapping[Kind, Mapping[str, str]]) -> None:
 
 def read(folder: Path, kind: Kind) -> dict[str, str]:
     """The environment of a kind."""
-    lines = (folder / f"{kind}.env").read_text(encoding="utf-8").splitlines()
+    lines = read_own(folder / f"{kind}.env").splitlines()
     return {name: "".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
-
-
-def make_private(folder: Path) -> None:
-    """Makes a folder that its owner alone may enter, or makes it so."""
-    folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-    os.chmod(folder, _PRIVATE)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local import secrets
+from flowfleet.local.files import make_private
 from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
@@ -54,7 +55,7 @@ def plan_stack(options: StackOptions) -> Plan:
     ports = free_ports(ports_needed(options))
     state, passwords = StateDir(options.state_dir), StackSecrets()
     secrets.write(state.secrets, passwords.environments(ports[0]))
-    secrets.make_private(state.redis)
+    make_private(state.redis)
     try:
         redis_argv = command(state.redis, ports[0], passwords.operator, passwords.redis, fsync="everysec")
     except Unavailable as error:

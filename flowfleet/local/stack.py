@@ -1,12 +1,14 @@
 """The state directory of a stack on one machine.
 
-stack.json      addresses, pids, Redis URL; there while every process serves (0600: it holds the Redis password)
+stack.json      addresses, pids, Redis URL; there while every process serves (0600: it holds secrets)
 supervisor.pid  held locked by the live supervisor, so that a stale directory is recognized for certain
 processes/      a record of each process of the supervisor
 trainers/       a record of each trainer, written by the controller that launched it
 logs/           one file a process
 redis/          data of the Redis server (0700)
 secrets/        passwords and tokens of each kind of process (0700)
+
+The directory is its owner's alone (0700), and a file in it is believed only where no other user could write it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TextIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flowfleet.local.files import write_atomically
+from flowfleet.local.files import make_private, open_own, read_own, write_atomically
 
 DEFAULT_STATE_DIR = Path("runs/local")
 DEFAULT_PORT = 8470
@@ -100,19 +102,26 @@ class StateDir:
         if self.supervisor_pid() is None:
             return None
         try:
-            return Stack.model_validate_json(self.stack_file.read_bytes())
-        except (FileNotFoundError, ValidationError):
+            return Stack.model_validate_json(read_own(self.stack_file))
+        except (OSError, ValidationError):
             return None
 
     def supervisor_pid(self) -> int | None:
-        """Pid of the live supervisor, None without one."""
+        """Pid of the live supervisor, None without one, or where the stack is another user's."""
         try:
-            with self.lock_file.open("r+") as file:
+            with open_own(self.lock_file, os.O_RDWR) as file:
                 if _try_lock(file.fileno()):
                     return None
                 return int(file.read() or 0) or None
-        except FileNotFoundError:
+        except OSError:
             return None
+
+    def make(self) -> None:
+        """Makes the directory its owner's alone. Raises StackError for one of another user."""
+        try:
+            make_private(self.path)
+        except OSError as error:
+            raise StackError(f"no stack can run in {self.path} ({error}): give another --state-dir") from None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -134,10 +143,11 @@ class StateDir:
 
     @contextlib.contextmanager
     def _locked_file(self, owner: int) -> Iterator[None]:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock_file.open("a+") as file:
+        self.make()
+        with open_own(self.lock_file, os.O_RDWR | os.O_CREAT) as file:
             _wait_for_lock(file, self.path)
-            file.truncate(0)
+            file.seek(0)
+            file.truncate()
             file.write(str(owner))
             file.flush()
             yield

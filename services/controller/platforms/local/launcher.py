@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.files import read_own, write_atomically
 from flowfleet.process.commands import TRAINER, trainer_flags
 from flowfleet.process.forks import fork_environment
 from flowfleet.process.forkserver import Order, start_ticks
@@ -114,9 +115,7 @@ class LocalLauncher:
         return process
 
     def _write(self, job_id: str, process: TrainerProcess) -> None:
-        temporary = self._file(job_id).with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(process)))
-        temporary.replace(self._file(job_id))
+        write_atomically(self._file(job_id), json.dumps(asdict(process)))
 
     def _variables(self, job_id: str, threads: int) -> dict[str, str]:
         return {
@@ -128,10 +127,10 @@ class LocalLauncher:
 
     def _read(self, job_id: str) -> TrainerProcess | None:
         try:
-            return TrainerProcess(**json.loads(self._file(job_id).read_text()))
+            return TrainerProcess(**json.loads(read_own(self._file(job_id))))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:  # a power cut may leave it empty; a trainer that lives is fenced
+        except (OSError, ValueError, TypeError) as error:  # a power cut may leave it empty; one that lives is fenced
             log.warning("could not read a trainer's record: %s", error, extra={"job": job_id})
             return None
 
