@@ -6,12 +6,21 @@ import fnmatch
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import yaml
+from redis.exceptions import NoPermissionError
+
+from flowfleet.local.ports import free_ports
+from flowfleet.local.secrets import StackSecrets
+from flowfleet.redis import acl as redis_acl
+from flowfleet.redis.client import connect_sync
+from flowfleet.redis.server import find_redis_server, server_url
+from flowfleet.rpc.kinds import Kind
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -24,6 +33,8 @@ SERVICES = ("controller", "rollout", "trainer", "reward")
 IMAGES = {**{name: name for name in SERVICES}, "reward-models": "reward"}
 """Each with the service that it runs."""
 USER = "10001:10001"
+KINDS_OF_SERVICES: dict[str, Kind] = {"controller": "controller", "rollout": "rollout", "reward-ocr": "reward"}
+"""Services of compose.yaml that call or are called."""
 
 
 @pytest.fixture(params=DOCKERFILES, ids=lambda path: path.name)
@@ -212,6 +223,60 @@ def test_compose_has_no_default_secret(compose: dict[str, Any]) -> None:
     for name in ("REDIS_PASSWORD", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_API_KEY"):
         assert f"${{{name}:?" in text
         assert f"${{{name}:-" not in text
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, str]:
+    """What docker/secrets writes, whatever the umask."""
+    shutil.copy2(DOCKER / "secrets", tmp_path)
+    run = ["sh", "-c", "umask 000; exec ./secrets"]
+    subprocess.run(run, cwd=tmp_path, check=True)
+    assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.glob(".env*")] == [(".env", 0o600)]
+    again = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert (again.returncode, "is there already" in again.stderr) == (1, True)
+    return dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines())
+
+
+def test_compose_separates_kinds_of_services_as_up_does(compose: dict[str, Any], secrets: dict[str, str]) -> None:
+    given = {
+        name: {key: re.sub(r"\$\{(\w+)[^}]*\}", lambda word: secrets[word[1]], value) for key, value in own.items()}
+        for name, service in compose["services"].items()
+        if (own := {key: value for key, value in service["environment"].items() if key.startswith("FLOWFLEET_")})
+    }
+    assert len({*secrets.values()}) == len(secrets)
+    expected = StackSecrets(
+        redis={kind: secrets[f"REDIS_{kind.upper()}_PASSWORD"] for kind in redis_acl.RULES},
+        controller=secrets["FLOWFLEET_RPC_TOKEN"],
+        trainer=secrets["TRAINER_RPC_TOKEN"],
+        sampler=secrets["SAMPLER_RPC_TOKEN"],
+        reward=secrets["REWARD_RPC_TOKEN"],
+        api_key=secrets["FLOWFLEET_API_KEY"],
+    ).environments(6379)
+    assert given == {name: expected[kind] for name, kind in KINDS_OF_SERVICES.items()}
+
+
+def test_composes_redis_serves_the_users_of_each_kind(
+    compose: dict[str, Any], secrets: dict[str, str], tmp_path: Path
+) -> None:
+    redis, (port,) = compose["services"]["redis"], free_ports(1)
+    script = redis["command"][2].replace("$$", "$").replace("${REDIS_MAXMEMORY:-8gb}", "64mb")
+    assert (DOCKER / redis["volumes"][1].partition(":")[0]).is_file()
+    users = tmp_path / "users"  # for the server of this machine, which may be of Redis 6
+    users.write_text("".join(f"{kind} {redis_acl.user_rules(kind, selectors=False)}\n" for kind in redis_acl.RULES))
+    script = script.replace("dir /data", f"dir {tmp_path}\nport {port}").replace("</users", f"<{users}")
+    names = {key: value.removeprefix("${").split(":")[0].rstrip("}") for key, value in redis["environment"].items()}
+    path = f"{find_redis_server().parent}:/usr/bin:/bin"
+    env = {"PATH": path, **{key: secrets[name] for key, name in names.items()}}
+    process = subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.DEVNULL)
+    try:
+        for kind in redis_acl.RULES:
+            with connect_sync(server_url(port, secrets[f"REDIS_{kind.upper()}_PASSWORD"], kind)) as client:
+                assert client.ping()
+                with pytest.raises(NoPermissionError):
+                    client.config_get("maxmemory")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_compose_gives_redis_its_password_by_stdin_and_a_limit(compose: dict[str, Any]) -> None:
