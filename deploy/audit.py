@@ -2,8 +2,8 @@
 
     python -m deploy.audit [flags of pip-audit, such as -s osv]
 
-Exit codes: 0 without any that is not allowed, or where the data cannot be had, which one line then says; 1 for a
-vulnerability, or an entry of audit-allowed.toml that is wrong or past its day.
+Exit codes: 0 without any that is not allowed; 1 for a vulnerability, or an entry of audit-allowed.toml that is wrong or
+past its day; 3 where the data cannot be had, so that nothing is known.
 
 Package mirrors answer that they know nothing of a package, which pip-audit reports as "no known vulnerabilities". So a
 version that everybody knows to be vulnerable is asked for first.
@@ -30,6 +30,7 @@ ALLOWED = Path(__file__).with_name("audit-allowed.toml")
 KNOWN = {"requests": "2.19.0"}
 """Vulnerable since 2018."""
 TIMEOUT_S = 900.0
+NO_DATA = 3
 
 
 class Allowed(BaseModel):
@@ -103,7 +104,7 @@ def main(flags: Sequence[str], path: Path = ALLOWED) -> int:
         found = ask(installed(), flags)
     except NoData as error:
         print(f"audit: skipped, the vulnerability service has no data for this machine: {error}")
-        return 0
+        return NO_DATA
     except ValueError as error:
         print(f"audit: error: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import pytest
 
 from deploy import audit
 
+CI = Path(__file__).parents[2] / ".ci/run"
 TODAY = datetime.date(2026, 11, 23)
 ENTRY = '[CVE-1]\npackage = "jinja2"\nreason = "Templates of strangers are never rendered."\nuntil = {until}\n'
 NUMBERS: dict[str, str] = {"requests": "PYSEC-2018-28", "jinja2": "GHSA-1"}
@@ -67,14 +69,14 @@ def test_a_vulnerability_that_is_not_allowed_fails(
 def test_a_service_that_knows_nothing_is_not_taken_for_a_clean_bill(
     service: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.main(service) == 0
+    assert audit.main(service) == audit.NO_DATA
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("audit: skipped, ")
 
 
 @pytest.mark.long
 def test_a_service_that_cannot_be_reached_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main(["-s", "osv", "--osv-url", "http://127.0.0.1:9"]) == 0
+    assert audit.main(["-s", "osv", "--osv-url", "http://127.0.0.1:9"]) == audit.NO_DATA
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("audit: skipped, ")
     assert "127.0.0.1" in said
@@ -84,6 +86,17 @@ def test_a_service_that_cannot_be_reached_is_said_in_one_line(capsys: pytest.Cap
 def test_wrong_flags_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.main(["--no-such-flag"]) == 1
     assert "no-such-flag" in capsys.readouterr().err
+
+
+def test_ci_lets_missing_data_pass_and_nothing_else(tmp_path: Path) -> None:
+    """The line of .ci/run, with an audit that ends with this code."""
+    (line,) = [line for line in CI.read_text().splitlines() if "deploy.audit" in line]
+    (python := tmp_path / ".venv/bin/python").parent.mkdir(parents=True)
+    for code, status in ((0, 0), (audit.NO_DATA, 0), (1, 1), (2, 2)):
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+        script = f'set -e; status=0; worst() {{ [ "$1" -le "$status" ] || status=$1; }}\n{line}\nexit $status'
+        assert subprocess.run(["bash", "-c", script], cwd=tmp_path).returncode == status
 
 
 def test_all_that_is_installed_is_looked_up() -> None:
