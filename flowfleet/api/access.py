@@ -13,6 +13,7 @@ class Right(StrEnum):
 
     LOOK = "look"  # read everything
     VOTE = "vote"  # judge samples as well
+    ASK = "ask"  # ask people for votes as well, as the reward `human` does
     STEER = "steer"  # submit, steer and delete jobs as well
 
 

@@ -125,6 +125,9 @@ def up(
     hang: Annotated[float, typer.Option(help="Seconds within which a hanging process is restarted.")] = HANG_S,
     port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Let every user of this machine read and steer jobs, without an API key.")
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
     ] = False,
@@ -156,6 +159,7 @@ def up(
         archive=archive,
         start_timeout_s=start_timeout,
         hang_s=hang,
+        key=not no_key,
     )
     if detach:
         _tell_stack(start_detached(options), json_)
@@ -413,9 +417,9 @@ def _devices(text: str) -> tuple[str, ...] | None:
 def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:
     def show() -> None:
         views.show_stack(stack, out)
-        out.print(f"\nPage and REST API: {stack.url}{hint}", highlight=False)
+        out.print(f"\nREST API: {stack.url}\nPage:     {stack.page}{hint}", highlight=False, soft_wrap=True)
 
-    tell(stack.model_dump(exclude={"redis_url"}), as_json, show)  # which has a password
+    tell(stack.model_dump(exclude={"redis_url", "api_key"}), as_json, show)  # which hold secrets
 
 
 def _watch(client: Client, job: Job, as_json: bool) -> None:

@@ -37,9 +37,15 @@ def controller_url(url: str | None = None) -> str:
     return named.rstrip("/")
 
 
-def key_of(api_key: str | None) -> str:
-    """The given key, else that of the environment; empty for none."""
-    return (api_key or os.environ.get(API_KEY, "")).strip()
+def key_of(api_key: str | None, url: str) -> str:
+    """The given key, else that of the environment, else that of this user's own stack at `url`; empty for none."""
+    named = (api_key or os.environ.get(API_KEY, "")).strip()
+    if named or not is_loopback(url):
+        return named
+    from flowfleet.local.stack import stack_at
+
+    stack = stack_at(url)
+    return stack.api_key if stack else ""
 
 
 def is_loopback(url: str) -> bool:

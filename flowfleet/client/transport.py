@@ -86,7 +86,7 @@ class AsyncTransport:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = controller_url(url)
-        key = key_of(api_key)
+        key = key_of(api_key, self.url)
         self.has_key = bool(key)
         self._http = httpx.AsyncClient(
             base_url=self.url,

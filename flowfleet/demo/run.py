@@ -54,7 +54,7 @@ def run_demo(
         local_stack(_stack_options(spec, directory, engine or _usual_engine(spec))) as stack,
         Client(stack.url) as client,
     ):
-        _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
+        _say(console, f"The stack runs ({', '.join(stack.processes)}); its page is {stack.page}.")
         job = client.submit(spec)
         _say(console, f"Job {job.id} is submitted; logs are in {stack.state_dir}/logs.\n")
         outcome = _train(client, job, StateDir(Path(stack.state_dir)), console)

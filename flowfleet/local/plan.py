@@ -19,10 +19,14 @@ from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
 from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
-from flowfleet.process.service import PATIENT_THREADS, usable_cpus
+from flowfleet.process.service import API_KEY, PATIENT_THREADS, usable_cpus
 from flowfleet.redis.server import server_url
 
 HOST = "127.0.0.1"
+ASKS = "human"
+"""Scorer that asks people for votes by the REST API."""
+KEYS_FILE = "keys.toml"
+"""In the stack's directory: digest of the key by which that scorer asks."""
 REWARDS_FILE = "rewards.toml"
 """In the stack's directory: reward services that are added while it runs, NAME = "HOST:PORT" a line."""
 
@@ -70,6 +74,8 @@ class StackOptions(BaseModel):
     """fsspec URL to which ended jobs are copied; unset: FLOWFLEET_ARCHIVE."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
     """Longest wait until every process serves, with the preloaded model in memory."""
+    key: bool = True
+    """The REST API asks for a key: FLOWFLEET_API_KEY of the starter's environment, else a new one."""
     hang_s: float = Field(default=HANG_S, ge=1.0)
     """A process that hangs is killed and started again within this, in seconds; one that loads or compiles does not."""
 
@@ -109,6 +115,9 @@ class StackOptions(BaseModel):
         return self
 
 
+OPEN = "the REST API asks for no key (--no-key): every user of this machine reads and steers all jobs as you"
+
+
 class Kind(Enum):
     """How a process is asked whether it serves."""
 
@@ -144,6 +153,12 @@ class Plan:
     url: str
     redis_url: str
     placement: Placement = NOWHERE
+    api_key: str = ""
+
+    @property
+    def warning(self) -> str | None:
+        """Warning for the user; None where there is nothing to say."""
+        return "\n".join(filter(None, (self.placement.warning, None if self.api_key else OPEN))) or None
 
 
 def ports_needed(options: StackOptions) -> int:
@@ -172,11 +187,16 @@ def make_plan(
     ]
     url = f"http://{HOST}:{options.port or controller_port}"
     of_rewards = env["reward"] | {"FLOWFLEET_URL": url}
-    rewards = [_reward(reward, options, free, of_rewards) for reward in _own_rewards(options)]
+    asking = of_rewards | ({API_KEY: secrets.asking} if secrets.api_key else {})
+    rewards = [
+        _reward(reward, options, free, asking if reward.scorer == ASKS else of_rewards)
+        for reward in _own_rewards(options)
+    ]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= {reward.name: reward.address for reward in map(parse_reward, options.rewards) if reward.address}
     controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])
-    return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url, placement)
+    processes = (redis, *rollouts, *rewards, controller)
+    return Plan(processes, f"http://{controller.address}", redis_url, placement, secrets.api_key)
 
 
 def data_roots(options: StackOptions) -> list[Path]:
@@ -228,6 +248,8 @@ def _controller(
     ranks = [] if any(limit.startswith("ranks=") for limit in options.limits) else [f"ranks={_most_ranks()}"]
     for limit in (*options.limits, *ranks):
         argv += ["--limit", limit]
+    if options.key:
+        argv += ["--keys-file", str(state.path / KEYS_FILE)]
     if options.archive is not None:
         env = {**env, "FLOWFLEET_ARCHIVE": options.archive}
     for name, address in rewards.items():

@@ -6,12 +6,14 @@ syntax, so that an operator can run another one, or call a service, as that kind
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flowfleet.api.access import Right
 from flowfleet.local.files import make_private, read_own, write_atomically
 from flowfleet.process import service
 from flowfleet.redis import acl as redis_acl
@@ -22,6 +24,11 @@ from flowfleet.rpc.kinds import Kind
 
 def _new_token() -> str:
     return secrets.token_urlsafe(32)
+
+
+def _api_key() -> str:
+    """Returns the user's key, or makes one where none is given."""
+    return service.secret(service.API_KEY) or _new_token()
 
 
 def _reward_token() -> str:
@@ -42,6 +49,10 @@ class StackSecrets:
     sampler: str = field(default_factory=_new_token)
     """Token that the controller sends to rollouts."""
     reward: str = field(default_factory=_reward_token)
+    api_key: str = field(default_factory=_api_key)
+    """Key of the REST API, which may do everything; empty: the controller asks for none."""
+    asking: str = field(default_factory=_new_token)
+    """Key by which a reward asks people for votes."""
 
     def environments(self, redis_port: int) -> dict[Kind, dict[str, str]]:
         """Returns the environment variables of each kind's processes. Trainers get theirs from the controller."""
@@ -59,11 +70,17 @@ class StackSecrets:
                 service.RPC_TOKEN: self.controller,
                 kinds.REWARD_TOKEN: self.reward,
                 kinds.ROLLOUT_TOKEN: self.sampler,
+                **({service.API_KEY: self.api_key} if self.api_key else {}),
                 **{kinds.OF_TRAINERS + name.removeprefix("FLOWFLEET_"): value for name, value in trainer.items()},
             },
             "rollout": {"FLOWFLEET_REDIS_URL": urls["rollout"], service.RPC_ACCEPT: accept},
             "reward": {service.RPC_TOKEN: self.reward},
         }
+
+    def keys(self) -> str:
+        """Returns the controller's `--keys-file`."""
+        digest = hashlib.sha256(self.asking.encode()).hexdigest()
+        return f'[human]\nsha256 = "{digest}"\nmay = "{Right.ASK}"\n'
 
 
 def write(folder: Path, environments: Mapping[Kind, Mapping[str, str]]) -> None:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local import secrets
-from flowfleet.local.files import make_private
+from flowfleet.local.files import make_private, write_atomically
 from flowfleet.local.placement import Placement, place
-from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.plan import KEYS_FILE, Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 from flowfleet.local.supervision.supervisor import Supervisor
+from flowfleet.process.service import API_KEY
 from flowfleet.redis.server import command
 from flowfleet.rpc.tls import TLS_DIR
 
@@ -50,11 +51,14 @@ def plan_stack(options: StackOptions) -> Plan:
     """The plan with free ports, this machine's accelerators and fresh secrets."""
     if os.environ.get(TLS_DIR):
         raise StackError(f"a stack on one machine speaks on loopback alone, without TLS: unset {TLS_DIR}")
+    if os.environ.get(API_KEY) and not options.key:
+        raise StackError(f"{API_KEY} is set, so the controller would ask for that key: unset it, or leave out --no-key")
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
     ports = free_ports(ports_needed(options))
-    state, passwords = StateDir(options.state_dir), StackSecrets()
+    state, passwords = StateDir(options.state_dir), StackSecrets() if options.key else StackSecrets(api_key="")
     secrets.write(state.secrets, passwords.environments(ports[0]))
+    write_atomically(state.path / KEYS_FILE, passwords.keys())
     make_private(state.redis)
     try:
         redis_argv = command(state.redis, ports[0], passwords.operator, passwords.redis, fsync="everysec")

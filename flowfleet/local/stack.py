@@ -1,12 +1,12 @@
 """The state directory of a stack on one machine.
 
-stack.json      addresses, pids, Redis URL; there while every process serves (0600: it holds secrets)
+stack.json      addresses, pids, Redis URL, API key; there while every process serves (0600: it holds secrets)
 supervisor.pid  held locked by the live supervisor, so that a stale directory is recognized for certain
 processes/      a record of each process of the supervisor
 trainers/       a record of each trainer, written by the controller that launched it
 logs/           one file a process
 redis/          data of the Redis server (0700)
-secrets/        passwords and tokens of each kind of process (0700)
+secrets/        passwords, tokens and the API key by kind of process (0700)
 
 The directory is its owner's alone (0700), and a file in it is believed only where no other user could write it.
 """
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,6 +32,8 @@ DEFAULT_PORT = 8470
 """Default port of the REST API."""
 MARK = "FLOWFLEET_STACK"
 """Environment variable of every process of a stack, holding its absolute state directory."""
+WATCHDOG = "flowfleet.local.supervision.watchdog"
+"""Module of a process with a state directory as its argument."""
 NOBODY = 0
 """Content of the lock file while a watchdog cleans up, and until an owner has written its pid."""
 LOCK_POLL_S = 0.05
@@ -75,7 +78,14 @@ class Stack(BaseModel):
     trainer_devices: tuple[str, ...] = ()
     """Accelerators of a job's trainer."""
     warning: str | None = None
-    """Warning about how accelerators are shared."""
+    """Warning about how accelerators are shared, or about callers without a key."""
+    api_key: str = ""
+    """Key of the REST API; empty on a stack that asks for none."""
+
+    @property
+    def page(self) -> str:
+        """Link to the live page, which logs in by the key in it. Browsers send no fragment, so no log has the key."""
+        return f"{self.url}/" + (f"#key={quote(self.api_key, safe='')}" if self.api_key else "")
 
 
 class StateDir:
@@ -165,6 +175,21 @@ class StateDir:
         except FileNotFoundError:
             return "(no log)"
         return "\n".join(f"  {_message(line)}" for line in lines[-num_lines:])
+
+
+def stack_at(url: str) -> Stack | None:
+    """The stack of this user that serves at `url` on this machine, wherever its directory is."""
+    stacks = (StateDir(folder).read() for folder in _watched_folders())
+    return next((stack for stack in stacks if stack is not None and stack.url == url), None)
+
+
+def _watched_folders() -> Iterator[Path]:
+    """State directories of the watchdogs of this machine: every running stack has one, which is never forked."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = file.read_bytes().split(b"\0")
+            if words[1:3] == [b"-m", WATCHDOG.encode()]:
+                yield Path(os.fsdecode(words[3]))
 
 
 def _wait_for_lock(file: TextIO, path: Path) -> None:

@@ -33,6 +33,11 @@ class Fleet:
     stack: Stack
     client: Client
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What shows the stack's key to its REST API."""
+        return {"X-API-Key": self.stack.api_key}
+
     def run(self, job: dict[str, Any], timeout_s: float = DEADLINE_S) -> Job:
         return self.client.wait(self.client.submit(job).id, timeout_s)
 

@@ -109,7 +109,7 @@ def test_the_other_controller_takes_over(
     if not undisturbed:
         undisturbed["curve"] = curve(fleet, fleet.run(spec))
     urls = [fleet.stack.url, second.ensure()]
-    with Client(urls[1]) as client:  # a follower takes jobs too
+    with Client(urls[1], fleet.stack.api_key) as client:  # a follower takes jobs too
         job = client.submit(spec)
         wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == phase)
     before = leader(fleet)
@@ -130,7 +130,7 @@ def test_the_other_controller_takes_over(
         print(f"\n{number.name} in {phase}: another controller leads after {seconds:.2f} s")
     assert seconds < within_s
     urls[1] = second.ensure()
-    wait_until(lambda: sorted(map(gauge, urls)) == [0.0, 1.0], 30)
+    wait_until(lambda: sorted(gauge(url, fleet.headers) for url in urls) == [0.0, 1.0], 30)
     assert psutil.pid_exists(leader(fleet))
 
 
@@ -141,6 +141,6 @@ def serves(url: str) -> bool:
         return False
 
 
-def gauge(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=5).text.splitlines()
+def gauge(url: str, headers: dict[str, str]) -> float:
+    lines = httpx.get(f"{url}/metrics", headers=headers, timeout=5).text.splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("flowfleet_controller_leader ")))

@@ -53,7 +53,7 @@ def test_every_sample_of_a_step_has_its_trace(fleet: Fleet, first: Job) -> None:
     (row,) = [row for row in fleet.metrics(first) if row.step == 2]
     ratios, advantages = [], []
     for sample in fleet.client.samples(first.id, step=2):
-        trace = httpx.get(f"{url}/{sample.step}/{sample.group}/{sample.index}").json()
+        trace = httpx.get(f"{url}/{sample.step}/{sample.group}/{sample.index}", headers=fleet.headers).json()
         assert (trace["trained_as"], trace["checkpoint"]["step"]) == (3, 4)
         assert (trace["sample"]["policy_version"], trace["sample"]["replica"] != "") == (2, True)
         assert len(trace["group"]) == 6

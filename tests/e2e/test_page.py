@@ -23,7 +23,7 @@ def test_a_real_job_is_drawn(fleet: Fleet, small_job: Callable[..., dict[str, An
     page = browser.new_page(base_url=fleet.stack.url)
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
-    page.goto("/")
+    page.goto(fleet.stack.page)
     row = page.get_by_role("row").filter(has=page.get_by_role("link", name="small", exact=True))
     expect(row).to_contain_text("succeeded")
     expect(row.locator("svg.spark path")).to_have_count(1)
@@ -50,6 +50,8 @@ def test_a_shadow_is_added_compared_and_promoted(
     job = fleet.client.submit(small_job(**{"name": "shadowed", "schedule.steps": 500}))
     page = browser.new_page(base_url=fleet.stack.url)
     page.set_default_timeout(60_000)
+    page.goto(fleet.stack.page)
+    expect(page.get_by_role("heading", level=1)).not_to_have_text("Flowfleet")  # logged in
     page.goto(f"/#/rewards/{job.id}")
     page.get_by_role("button", name="Add a shadow").click()
     dialog = page.get_by_role("dialog")

@@ -151,6 +151,6 @@ def test_a_restarted_controller_adds_to_the_same_trace(
 
 def test_rest_leads_to_the_trace(fleet: Fleet, seen: Collector, small_job: Callable[..., Any]) -> None:
     job = next(iter(fleet.client.jobs()))
-    answer = httpx.get(fleet.stack.url + job.trace_url.format(step=1), trust_env=False)
+    answer = httpx.get(fleet.stack.url + job.trace_url.format(step=1), headers=fleet.headers, trust_env=False)
     assert answer.status_code == 307
     assert answer.headers["location"] == UI.format(trace_id=StepIds.of(job.id, 1).trace_hex)

@@ -62,7 +62,7 @@ def run_under_faults(directory: Path, spec: JobSpec, schedule: Sequence[Fault], 
     ):
         job = client.submit(spec)
         print(f"job {job.id} on {chaos.stack.url}; logs are in {chaos.state.logs}")
-        watch = Watch(chaos.stack.url, job.id)
+        watch = Watch(chaos.stack.url, job.id, {"X-API-Key": chaos.stack.api_key})
         targets = Targets(chaos, watch, job.id, spec)
         targets.start()
         try:

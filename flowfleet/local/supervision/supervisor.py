@@ -113,7 +113,8 @@ class Supervisor:
             supervisor=os.getpid(),
             processes={child.plan.name: child.describe() for child in self._children},
             trainer_devices=self._plan.placement.trainer,
-            warning=self._plan.placement.warning,
+            warning=self._plan.warning,
+            api_key=self._plan.api_key,
         )
         self._state.write(stack)
         return stack

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flowfleet.local.stack import StateDir
+from flowfleet.local.stack import WATCHDOG, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 
 FAREWELL = b"stopped"
@@ -21,7 +21,7 @@ def start_watchdog(state: StateDir) -> subprocess.Popen[bytes]:
     """Starts one for the calling process."""
     with state.log("watchdog").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flowfleet.local.supervision.watchdog", str(state.path)],
+            [sys.executable, "-m", WATCHDOG, str(state.path)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

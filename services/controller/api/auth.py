@@ -28,7 +28,11 @@ from services.controller.api.sessions import COOKIE
 PROBES = frozenset({"/healthz", "/readyz"})
 SESSION = "/v1/session"
 _PAGE = re.compile(r"/|/page/.*")
-_VOTES = re.compile(r"/v1/jobs/[^/]+/votes(/.*)?")
+_OWN_RIGHT = (
+    (Right.VOTE, "POST", re.compile(r"/v1/jobs/[^/]+/votes")),
+    (Right.ASK, "PUT", re.compile(r"/v1/jobs/[^/]+/votes/groups/.*")),
+)
+"""Rights below `steer` that a change needs, by its method and path."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _RANK = {right: rank for rank, right in enumerate(Right)}
 _NO_KEY = "send the API key as X-API-Key, or as Authorization: Bearer, or log in on the page"
@@ -105,7 +109,8 @@ def _unknown(path: str) -> Response:
 def _needed(method: str, path: str) -> Right:
     if method in _SAFE:
         return Right.LOOK
-    return Right.VOTE if _VOTES.fullmatch(path) else Right.STEER
+    own = (right for right, verb, paths in _OWN_RIGHT if verb == method and paths.fullmatch(path))
+    return next(own, Right.STEER)
 
 
 def _presented(headers: Headers) -> str:

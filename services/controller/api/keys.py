@@ -5,7 +5,7 @@ when it changes, so a removed key opens nothing from the next request on:
 
     [ann]
     sha256 = "…"     # printf %s KEY | sha256sum
-    may = "steer"    # look, vote, or steer
+    may = "steer"    # look, vote, ask, or steer
 
 The file holds digests, so whoever reads it cannot use the keys.
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 import yaml
@@ -22,7 +23,9 @@ from flowfleet.cli import views as cli_views
 from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.client.client import Client
 from flowfleet.data.blobs import open_blobs
+from flowfleet.local import secrets
 from flowfleet.local.stack import StateDir
+from flowfleet.process.service import API_KEY
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
 from services.controller.store.records import SampleRecord
@@ -296,6 +299,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--limit",
             "--max-batch",
             "--model",
+            "--no-key",
             "--port",
             "--replicas",
             "--reward",
@@ -424,7 +428,8 @@ UP = ("up", "--detach", "--json", "--port", "0", "--replicas", "0", "--reward", 
 
 def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLOWFLEET_URL", raising=False)
+    for name in ("FLOWFLEET_URL", API_KEY):
+        monkeypatch.delenv(name, raising=False)
 
     def flowfleet(*words: str) -> Any:
         return subprocess.run([sys.executable, "-m", "flowfleet.cli.main", *words], capture_output=True, text=True)
@@ -435,13 +440,18 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
         stack = StateDir(Path("runs/local")).read()
         assert stack is not None
         shown = json.loads(started.stdout)
-        assert (shown["url"], "redis_url" in shown) == (stack.url, False)
+        assert (shown["url"], {"redis_url", "api_key"} & {*shown}) == (stack.url, set())
         assert set(stack.processes) == {"redis", "reward-jpeg_compressibility", "controller"}
         with Client(stack.url) as client:
             assert list(client.fleet().rewards) == ["jpeg_compressibility"]
         with connect_sync(stack.redis_url) as redis:
             assert redis.config_get("appendfsync") == {"appendfsync": "everysec"}
+        assert httpx.get(f"{stack.url}/v1/jobs").status_code == 401  # as other users of this machine get it
+        assert stack.page == f"{stack.url}/#key={secrets.read(tmp_path / 'runs/local/secrets', 'controller')[API_KEY]}"
         assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
+        monkeypatch.chdir("/")
+        assert flowfleet("jobs", "--url", stack.url).returncode == 0  # finds the key by the stack's watchdog
+        monkeypatch.chdir(tmp_path)
         again = flowfleet("up", "--detach", "--port", "0")
         assert (again.returncode, "already running" in again.stderr) == (1, True)
     finally:

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.api.access import Right
 from flowfleet.local import secrets
 from flowfleet.local.plan import Plan, StackOptions
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import plan_stack
-from flowfleet.local.stack import StateDir
+from flowfleet.local.stack import StackError, StateDir
 from flowfleet.process import service
 from flowfleet.redis import acl as redis_acl
 from flowfleet.redis.client import connect_sync
 from flowfleet.rpc import kinds
+from services.controller.api.keys import Keys
 
-NAMES = ("FLOWFLEET_REDIS_URL", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REWARD_RPC_TOKEN", "FLOWFLEET_TRAINER_RPC_TOKEN")
+REDIS_URL = "FLOWFLEET_REDIS_URL"
+NAMES = (service.API_KEY, REDIS_URL, "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REWARD_RPC_TOKEN", "FLOWFLEET_TRAINER_RPC_TOKEN")
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -31,7 +34,8 @@ def _umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.delenv(service.RPC_TOKEN, raising=False)
+    for name in (service.RPC_TOKEN, service.API_KEY):
+        monkeypatch.delenv(name, raising=False)
     return plan_stack(StackOptions(state_dir=tmp_path / "state", port=0))
 
 
@@ -60,7 +64,7 @@ def test_each_process_has_the_secrets_of_its_kind_alone(planned: Plan, tmp_path:
         process.name: {process.env[name] for name in NAMES if name in process.env} for process in planned.processes
     }
     assert (secret["redis"], len(secret["rollout-0"]), len(secret["reward-ocr"])) == (set(), 1, 1)
-    assert "FLOWFLEET_REDIS_URL" not in planned.processes[2].env
+    assert REDIS_URL not in planned.processes[2].env
     assert secret["reward-ocr"] == {planned.processes[-1].env["FLOWFLEET_REWARD_RPC_TOKEN"]}
     assert not secret["rollout-0"] & (secret["controller"] | secret["reward-ocr"])
     for process in planned.processes:
@@ -82,7 +86,7 @@ def test_tokens_open_what_their_kind_may_call(planned: Plan, monkeypatch: pytest
         assert callers.kind_of(env["controller"][kinds.ROLLOUT_TOKEN]) == "sampler"
         assert callers.kind_of(trainer[service.RPC_TOKEN]) == "trainer"
         assert callers.kind_of(env["reward-ocr"][service.RPC_TOKEN]) is None
-    assert trainer["FLOWFLEET_REDIS_URL"].startswith("redis://trainer:")
+    assert trainer[REDIS_URL].startswith("redis://trainer:")
 
 
 def test_a_token_of_the_users_goes_to_rewards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +99,12 @@ def test_a_token_of_the_users_goes_to_rewards_alone(monkeypatch: pytest.MonkeyPa
 
 def test_every_start_makes_others(tmp_path: Path) -> None:
     made = [StackSecrets() for _ in range(2)]
-    words = [{*own.redis.values(), own.operator, own.controller, own.trainer, own.reward} for own in made]
+    words = [
+        {*own.redis.values(), own.operator, own.controller, own.trainer, own.reward, own.api_key, own.asking}
+        for own in made
+    ]
     assert not words[0] & words[1]
-    assert len(words[0]) == len(redis_acl.RULES) + 4
+    assert len(words[0]) == len(redis_acl.RULES) + 6
 
 
 def test_the_files_are_for_a_shell_too(tmp_path: Path) -> None:
@@ -108,9 +115,36 @@ def test_the_files_are_for_a_shell_too(tmp_path: Path) -> None:
     assert done.stdout == "it's $HOME\n"
 
 
+def test_the_rest_api_asks_for_the_users_key_or_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.API_KEY, "a-key-of-the-user")
+    planned = plan_stack(StackOptions(state_dir=tmp_path, port=0))
+    assert planned.api_key == planned.processes[-1].env[service.API_KEY] == "a-key-of-the-user"
+    with pytest.raises(StackError, match="unset it, or leave out --no-key"):
+        plan_stack(StackOptions(state_dir=tmp_path, port=0, key=False))
+    monkeypatch.delenv(service.API_KEY)
+    keyless = plan_stack(StackOptions(state_dir=tmp_path, port=0, key=False))
+    assert "every user of this machine" in str(keyless.warning)
+    assert not any(service.API_KEY in process.env or "--keys-file" in process.argv for process in keyless.processes)
+
+
+def test_the_reward_that_asks_for_votes_has_a_key_for_that_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(service.API_KEY, raising=False)
+    planned = plan_stack(StackOptions(state_dir=tmp_path, port=0, rewards=("likes=human", "ocr")))
+    given = {process.name: process.env.get(service.API_KEY) for process in planned.processes}
+    assert {name for name, key in given.items() if key} == {"reward-likes", "controller"}
+    keys = Keys(planned.api_key, tmp_path / "keys.toml")
+    rights = {name: keys.holder(key) for name, key in given.items() if key}
+    assert {name: holder.may for name, holder in rights.items() if holder} == {
+        "reward-likes": Right.ASK,
+        "controller": Right.STEER,
+    }
+
+
 def test_redis_serves_the_users_of_a_stack(planned: Plan) -> None:
     process = subprocess.Popen(planned.processes[0].argv, stdout=subprocess.DEVNULL)
-    urls = [env["FLOWFLEET_REDIS_URL"] for env in (item.env for item in planned.processes) if NAMES[0] in env]
+    urls = [item.env[REDIS_URL] for item in planned.processes if REDIS_URL in item.env]
     try:
         for url in (planned.redis_url, *urls):
             with connect_sync(url) as client:

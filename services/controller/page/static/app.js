@@ -1,13 +1,15 @@
 // Starts the page: login if the controller has keys, then the view that the address names.
 
-import { get, onLoggedOut, remove } from "./lib/api.js";
+import { get, onLoggedOut, post, remove } from "./lib/api.js";
 import { html, render, useEffect, useState } from "./lib/html.js";
 import { useRoute } from "./lib/router.js";
-import { Session } from "./lib/session.js";
+import { Session, takeKey } from "./lib/session.js";
 import * as stream from "./lib/stream.js";
 import { Shell } from "./parts/shell.js";
 import { Login } from "./views/login.js";
 import { viewOf } from "./views/index.js";
+
+const key = takeKey();
 
 function App() {
   const [session, setSession] = useState(null);
@@ -15,7 +17,8 @@ function App() {
   const route = useRoute();
   const ask = () => get("/v1/session").then(setSession, setFailure);
   useEffect(() => {
-    ask();
+    if (key) post("/v1/session", { key }).then(setSession, ask);
+    else ask();
     const look = () => get("/v1/session").then(setSession, () => {});
     const stops = [
       onLoggedOut(ask),

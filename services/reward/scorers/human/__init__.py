@@ -4,7 +4,7 @@
                                                                  └──► Bradley-Terry scores (bradley_terry)
 
 The controller keeps the votes (docs/votes.md), so this service has no state: any replica may be asked again, and a
-restart loses nothing. It calls REST as the Python client does: FLOWFLEET_URL, FLOWFLEET_API_KEY (a key that may `vote`)
+restart loses nothing. It calls REST as the Python client does: FLOWFLEET_URL, FLOWFLEET_API_KEY (a key that may `ask`)
 and FLOWFLEET_CA.
 """
 
@@ -111,7 +111,7 @@ class HumanScorer(AsyncScorer[HumanParams]):
             return Pending(f"the controller at {self._client.url} does not have these samples: {error.detail}")
         if error.status in (httpx.codes.CONFLICT, httpx.codes.BAD_REQUEST):
             return Problem("refused", f"the controller at {self._client.url} refuses: {error.detail}")
-        hint = ": give it a key that may vote, as FLOWFLEET_API_KEY" if error.status in (401, 403) else ""
+        hint = ": give it a key that may ask, as FLOWFLEET_API_KEY" if error.status in (401, 403) else ""
         raise Unavailable(f"cannot ask for votes: {error.detail}{hint}")
 
 

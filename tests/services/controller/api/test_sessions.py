@@ -165,7 +165,7 @@ def test_a_keys_file_is_checked(tmp_path: Path) -> None:
         Keys(None, file)
     good = listed(("ann", LOOKS, "look"))
     for text, message in (
-        (good.replace('"look"', '"rule"'), "ann: may is one of look, vote, steer"),
+        (good.replace('"look"', '"rule"'), "ann: may is one of look, vote, ask, steer"),
         (good.replace('sha256 = "', 'sha256 = "x'), "ann: give sha256"),
         (good.replace("ann", "operator"), "cannot name a key"),
         (good + "\n" + listed(("bob", LOOKS, "vote")), "bob and ann have the same key"),

@@ -47,6 +47,18 @@ def test_a_key_opens_the_page_and_logging_out_closes_it(browser: Browser, site: 
     context.close()
 
 
+def test_a_printed_link_logs_in_and_leaves_the_address(browser: Browser, site: Site) -> None:
+    page = browser.new_context(base_url=site.url).new_page()
+    page.goto("/#key=a-wrong-key")
+    expect(page.get_by_label("API key")).to_be_visible()
+    page.goto(f"/#key={KEYS['look']}")  # in an open page, which sees another fragment alone
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    assert page.evaluate("location.hash") == "#/"
+    page.go_back()
+    assert KEYS["look"] not in page.url
+    page.context.close()
+
+
 def test_jobs_say_what_they_do_and_where_to_look(visit: Visit, site: Site) -> None:
     page = visit("jobs")
     row = row_of(page, "signs-small-files")

@@ -37,7 +37,7 @@ export function Login({ entered }) {
         }
         <button type="submit" class="primary">Log in</button>
         <p id="login-note" class="soft small">
-          The key becomes a session of this browser. It never appears in an address.
+          The key becomes a session of this browser. The link that <code>flowfleet up</code> prints logs in by itself.
         </p>
       </form>
     </main>

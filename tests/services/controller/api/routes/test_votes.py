@@ -266,7 +266,7 @@ async def guarded(settings: ControllerSettings, tmp_path: Path) -> AsyncIterator
     file.write_text(
         "".join(
             f'[{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\nmay = "{may}"\n'
-            for name, may in (("ann", "vote"), ("eve", "look"), ("boss", "steer"))
+            for name, may in (("ann", "vote"), ("eve", "look"), ("reward", "ask"), ("boss", "steer"))
         )
     )
     async with serve(settings.model_copy(update={"keys_file": file})) as api:
@@ -277,8 +277,13 @@ async def test_a_voters_key_votes_in_its_own_name_and_steers_nothing(guarded: Ap
     api = guarded
     api.client.headers["x-api-key"] = "boss"
     job_id = await running(api, job)
-    api.client.headers["x-api-key"] = "ann"
+    api.client.headers["x-api-key"] = "reward"
     await ask(api, job_id)
+    api.client.headers["x-api-key"] = "ann"
+    other = {"prompt": "another", "samples": [{"index": 0}, {"index": 1}], "wanted": 1}
+    for group in (0, 1):  # one that waits for votes, and one that nothing asked for yet
+        put = await api.client.put(f"/v1/jobs/{job_id}/votes/groups/3/{group}", json=other)
+        assert (put.status_code, "needs a key that may ask" in put.json()["detail"]) == (403, True)
     (pair,) = (await next_votes(api, job_id, "somebody else"[:8]))["pairs"]
     answer = await vote(api, job_id, "bob", pair, "left")
     assert Vote.model_validate(answer.json()).voter == "ann"
