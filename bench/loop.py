@@ -45,7 +45,7 @@ BUSY_PARTS = ("encode", "denoise", "decode")
 TRAINER_PHASES = ("load_samples", "ref", "old_log_prob", "old_policy", "update_actor")
 """Metrics `timing_s/…` inside the trainer."""
 PHASES = (*TRAINER_PHASES, "reward", "adv", "gen", "update_weights")
-"""All phases that are reported."""
+"""Phases that are reported."""
 
 _FIGURES = ("images_per_gpu_s", "step_s", "rollout_idle", "trainer_idle", "seconds.update_weights")
 SERVICES = [f"services.{name}" for name in _FIGURES]

@@ -1,6 +1,6 @@
 """Checks the words of docstrings, comments, messages and pages: `python -m docs.lint.words [FILE …]`, in `make lint`.
 
-    opening  a docstring begins with a verb or with the thing's own name, never with a preposition (OPENINGS)
+    opening  a docstring begins with a verb or with the thing's own name, never with a preposition or pronoun (OPENINGS)
     banned   phrases that a reader has to translate (BANNED); each comes with words to use instead
 
 Python files are parsed: docstrings, comments, and strings that contain a space. Other files are read as a whole,
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 OPENINGS: Final = frozenset({"Of", "That", "For", "By", "Those", "With", "As", "Until"})
+PRODUCT_OPENINGS: Final = OPENINGS | {"What", "Whether", "Who", "One", "All", "Every", "Any"}
+"""Outside of tests."""
 BANNED: Final = {
     "shall": "must, will, or the plain verb",
     "anew": "again",
@@ -69,10 +71,10 @@ def python_prose(source: str) -> Iterator[Prose]:
             yield Prose(token.start[0], token.string)
 
 
-def findings_in(prose: Prose) -> Iterator[Finding]:
+def findings_in(prose: Prose, openings: frozenset[str]) -> Iterator[Finding]:
     text = _QUOTED.sub(lambda quoted: "`" * len(quoted[0]), prose.text)
     opening = re.match(r"\W*(\w+)", text)
-    if prose.is_docstring and opening and opening[1] in OPENINGS:
+    if prose.is_docstring and opening and opening[1] in openings:
         yield Finding(prose.line, f'docstring opens with "{opening[1]}": begin with a verb or the thing\'s own name')
     for match in _BANNED.finditer(text):
         advice = [*BANNED.values()][match.lastindex - 1] if match.lastindex else ""
@@ -86,7 +88,8 @@ def findings(path: Path, source: str) -> list[Finding]:
         pieces = list(python_prose(source))
     else:
         pieces = [Prose(1, _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), source))]
-    return sorted(found for prose in pieces for found in findings_in(prose))
+    openings = OPENINGS if "tests" in path.parts else PRODUCT_OPENINGS
+    return sorted(found for prose in pieces for found in findings_in(prose, openings))
 
 
 def files() -> Iterator[Path]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 AdvantageStd = Literal["global", "group", "none"]
-"""What the centered rewards are divided by: the std of the batch, that of the group, or nothing."""
+"""Divisor of the centered rewards: the std of the batch, that of the group, or nothing."""
 
 RewardCombination = Literal["sum", "normalized", "separate"]
 """How several rewards become one advantage: see `combined_advantages`."""
@@ -20,7 +20,7 @@ RewardCombination = Literal["sum", "normalized", "separate"]
 
 @dataclass(frozen=True, slots=True)
 class AdvantageStats:
-    """What a step's rewards looked like; the names are those of `critic/rewards/*` and `critic/advantages/*`."""
+    """Statistics of a step's rewards; the names are those of `critic/rewards/*` and `critic/advantages/*`."""
 
     reward_mean: float
     reward_max: float

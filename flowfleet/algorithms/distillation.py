@@ -20,7 +20,7 @@ from flowfleet.algorithms.settings import DistillationSettings
 
 @dataclass(frozen=True, slots=True)
 class DistillationRows:
-    """What a distillation loss reads: B rows."""
+    """Inputs of a distillation loss: B rows."""
 
     mean: Tensor
     """(B, ...) of the policy's reverse step, with gradient."""

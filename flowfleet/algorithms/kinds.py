@@ -16,16 +16,16 @@ from flowfleet.algorithms.settings import LossSettings
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the losses of a kind have in common."""
+    """Properties that the losses of a kind share."""
 
     name: str
     settings: type[LossSettings]
-    """What each of them reads; the base of their models."""
+    """Settings that each of them reads; the base of their models."""
     objective: str
     """"module:class" of an `Objective` of services/trainer/step/objectives/base.py, made of `StepInputs`."""
     samples: Literal["steps", "final", "tokens"]
-    """What a sample keeps. steps: its noisy steps. final: its final latents. tokens: what was written, for models that
-    write text."""
+    """Record that a sample keeps. steps: its noisy steps. final: its final latents. tokens: the text, for models that
+    write one."""
     has_ratio: bool = False
     """They have a ratio to the policy that sampled, so that a sampler of other numerics (float8, a merged adapter,
     another engine) needs a correction. All others take samples of any sampler as they are."""
@@ -40,22 +40,22 @@ class Kind:
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether they train models that write text; if not, flows."""
+        """True where they train models that write text; else flows."""
         return self.samples == "tokens"
 
     @property
     def has_step_ratio(self) -> bool:
-        """Whether they have a ratio of noisy steps, which the trainer recomputes."""
+        """True where they have a ratio of noisy steps, which the trainer recomputes."""
         return self.has_ratio and self.samples == "steps"
 
     @property
     def takes_any_sampler(self) -> bool:
-        """Whether samples of any sampler, and their rewards alone, are enough."""
+        """True where samples of any sampler, and their rewards alone, are enough."""
         return self.samples == "final" and not self.follows_gradients
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """What "module:function" names."""
+    """Imports the object that "module:function" names."""
     module, name = path.split(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function

@@ -30,7 +30,7 @@ class Limits:
     clip_range_low: float | None = None
     """The ratio counts from 1 minus this on; None: 1 - c."""
     settings: LossSettings = field(default_factory=LossSettings)
-    """What else the job's loss reads, as `limits.settings.of(MySettings).delta`."""
+    """Further settings of the job's loss, as `limits.settings.of(MySettings).delta`."""
 
     @property
     def log_low(self) -> float:
@@ -56,7 +56,7 @@ def limits(part: LossSettings, num_elements: int) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
-    """What losses of the Flow-GRPO family read, B rows. Log-probs may be of a wider dtype than the rest."""
+    """Inputs of losses of the Flow-GRPO family, B rows. Log-probs may be of a wider dtype than the rest."""
 
     log_prob: Tensor
     """(B,) of the current policy, with gradient; a mean over elements."""

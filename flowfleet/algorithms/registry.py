@@ -93,7 +93,7 @@ class Loss:
 
     @property
     def traits(self) -> Kind:
-        """What it has in common with the others of its kind."""
+        """Properties that it shares with the others of its kind."""
         return KINDS[self.kind]
 
     def load(self) -> Callable[..., Any]:
@@ -111,12 +111,12 @@ class Algorithm:
     paper: str
     """URL."""
     summary: str
-    """One sentence."""
+    """A sentence."""
     loss: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Dotted settings of a job to the values that this algorithm gives them where the job does not."""
     data: Literal["prompts", "preferences"] = "prompts"
-    """What `data.train` holds: prompts to sample, or pairs of finished media that are only encoded."""
+    """Content of `data.train`: prompts to sample, or pairs of finished media that are only encoded."""
 
 
 STEPS: dict[str, Step] = {}

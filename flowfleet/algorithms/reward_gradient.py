@@ -22,7 +22,7 @@ from flowfleet.algorithms.matching.losses import per_row
 
 @dataclass(frozen=True, slots=True)
 class GradientRows:
-    """What a loss reads of B rows."""
+    """Inputs of a loss: B rows."""
 
     latents: Tensor
     """(B, ...) float32, at `sigma`: what the velocity was taken at."""
@@ -36,7 +36,7 @@ class GradientRows:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One reward of an image that counts."""
+    """A reward of an image that counts."""
 
     factors: Tensor
     """(B,) of the reward's gradient; above 0 wants more of it."""

@@ -26,7 +26,7 @@ from flowfleet.algorithms import registry
 from flowfleet.hardware import devices
 
 Sigma = float | Tensor
-"""One value for the batch (float or 0-d tensor), or a tensor (B,) with one a row."""
+"""A value for the batch (float or 0-d tensor), or a tensor (B,) with one a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StepScales:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One reverse step; every tensor has the device of the latents, and their dtype unless it says otherwise."""
+    """A reverse step; every tensor has the device of the latents, and their dtype unless it says otherwise."""
 
     prev_sample: Tensor
     """(B, ...): the sample at the next sigma; carries no gradient."""

@@ -76,12 +76,12 @@ class LossSettings(Part):
 
     @classmethod
     def reads(cls, name: str) -> bool:
-        """Whether the loss has a setting of this name."""
+        """Returns whether the loss has a setting of this name."""
         return name in cls.model_fields
 
 
 class CorrectionPart(Part):
-    """What to do about samples that another engine or an older policy drew, by the ratio trainer / rollout of a row."""
+    """Correction for samples that another engine or an older policy drew, by the ratio trainer / rollout of a row."""
 
     mode: Literal["none", "truncated", "band", "rejection"] = "none"
     """none: nothing. truncated: importance weights of at most `high`. band: importance weights, 0 outside low … high.
@@ -91,12 +91,12 @@ class CorrectionPart(Part):
     high: float = Field(default=2.0, ge=1.0)
     """Greatest ratio."""
     level: Literal["step", "sequence"] = "step"
-    """What has a ratio of its own, a geometric mean: each noisy step of a sample or token of a text, or the sample by
+    """Unit with a ratio of its own, a geometric mean: each noisy step of a sample or token of a text, or the sample by
     all of them."""
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether a row's weight depends on other rows, so that all old log-probs come before the first update."""
+        """True where a row's weight depends on other rows, so that all old log-probs come before the first update."""
         return self.mode != "none" and self.level == "sequence"
 
 
@@ -226,7 +226,7 @@ class KlRewardSettings(Part):
     """The KL to the model before training as a cost of a sample of a flow."""
 
     kl_reward: float = Field(default=0.0, ge=0.0)
-    """What a sample's KL to the model before training costs of its reward: the mean over its noisy steps, measured by
+    """Cost of a sample's KL to the model before training in its reward: the mean over its noisy steps, measured by
     the rollouts with the adapter off. LoRA only."""
 
 
@@ -260,7 +260,7 @@ class TeacherSettings(Part):
 
 
 class LengthSettings(Part):
-    """What the length of a text costs."""
+    """Cost of a text's length."""
 
     overlong_share: float = Field(
         default=0.0,
@@ -280,28 +280,28 @@ class AggregationSettings(Part):
 
 
 class FlowSettings(KlGateSettings, KlRewardSettings, AdvantageSettings, LossSettings):
-    """What most losses of flows read."""
+    """Settings of most losses of flows."""
 
 
 class PolicySettings(StepWeightSettings, RatioSettings, FlowSettings):
-    """What every loss on the log-probs of noisy steps reads."""
+    """Settings of every loss on the log-probs of noisy steps."""
 
 
 class MatchingSettings(NoiseLevelSettings, FlowSettings):
-    """What every loss on new noise over finished samples reads."""
+    """Settings of every loss on new noise over finished samples."""
 
 
 class PairwiseSettings(PairSettings, NoiseLevelSettings, KlRewardSettings, LossSettings):
-    """What every loss on pairs of finished samples reads."""
+    """Settings of every loss on pairs of finished samples."""
 
 
 class DistillationSettings(TeacherSettings, LossSettings):
-    """What every loss on the steps of teachers reads."""
+    """Settings of every loss on the steps of teachers."""
 
 
 class GradientSettings(KlGateSettings, LossSettings):
-    """What every loss on the gradient of a reward reads."""
+    """Settings of every loss on the gradient of a reward."""
 
 
 class SequenceSettings(LengthSettings, RatioSettings, KlSettings, AdvantageSettings, LossSettings):
-    """What every loss on written tokens reads."""
+    """Settings of every loss on written tokens."""

@@ -31,7 +31,7 @@ class Prediction:
 
 
 def predict(latents: Tensor, velocity: Tensor, sigma: float) -> Prediction:
-    """What the next step of second order extrapolates from; every step must make one, noisy or not."""
+    """The base of the next extrapolation of second order; every step must make one, noisy or not."""
     return Prediction(latents - sigma * velocity.to(latents.dtype), sigma)
 
 
@@ -71,7 +71,7 @@ def tail_sigmas(sigma: float, time: float, num_steps: int) -> Tensor:
 
 
 def _correction(sigma_next: float, sigma: float, sigma_before: float | None) -> float:
-    """What the difference of the predictions is scaled by; 0 for a step of first order."""
+    """Scale of the difference of the predictions; 0 for a step of first order."""
     if sigma_before is None or sigma_before == 1 or sigma_next == 0:
         return 0.0
     ratio = (_log_snr(sigma_next) - _log_snr(sigma)) / (_log_snr(sigma) - _log_snr(sigma_before))

@@ -28,7 +28,7 @@ Pace = Literal["constant", "decay", "exp_decay"]
 """How long `progressive` stays at a start: equally long, linearly shorter, or exponentially shorter from a step on."""
 
 AtEnd = Literal["start_over", "stay"]
-"""What `progressive` does at `high`: it goes back to `low`, or stays at the last whole window."""
+"""End of `progressive` at `high`: it goes back to `low`, or stays at the last whole window."""
 
 
 class WindowPart(Part):
@@ -59,7 +59,7 @@ class WindowPart(Part):
     pace_rate: float = Field(default=0.1, ge=0.0)
     """Rate of `exp_decay`."""
     at_end: AtEnd = "start_over"
-    """What `progressive` does at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
+    """End of `progressive` at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
     stay: it keeps the last whole window."""
     steps: tuple[int, ...] = ()
     """The noisy steps of `listed`, ascending from 0."""
@@ -114,7 +114,7 @@ class Window(WindowPart):
 
     @property
     def reachable(self) -> tuple[int, ...]:
-        """Every step that carries noise in some training step, in rising order."""
+        """Lists the steps that carry noise in some training step, in rising order."""
         if self.strategy == "random":
             return tuple(range(self.low, self.end))
         if self.strategy != "progressive":

@@ -59,7 +59,7 @@ class AdapterFiles:
 
 
 def find_adapter(path: Path) -> AdapterFiles:
-    """What `model.adapter` names: a folder, or the adapter's file in it.
+    """Resolves `model.adapter`: a folder, or the adapter's file in it.
 
     Raises:
         ValueError: there is nothing, nothing of a known layout, or an adapter that is not base + B·A.

@@ -100,7 +100,7 @@ def defaults_of(algorithm: Algorithm, loss: Loss | None) -> dict[str, Any]:
 
 
 def _listens(loss: Loss, name: str, *, is_own: bool) -> bool:
-    """Whether an algorithm's default reaches the loss: what a loss of another algorithm declares itself goes first."""
+    """Returns whether an algorithm's default reaches the loss: defaults of a loss of another algorithm go first."""
     part, _, key = name.partition(".")
     if part != "algorithm":
         return True

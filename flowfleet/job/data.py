@@ -27,7 +27,7 @@ def _own_column(name: str) -> str:
 
 
 class SourcePart(Part):
-    """One of several sources of prompts."""
+    """A source of prompts among several."""
 
     name: str = Field(pattern=SOURCE_NAME)
     """Name of the source in metrics and samples."""
@@ -77,7 +77,7 @@ class DataPart(Part):
 
     @property
     def each(self) -> tuple[Source, ...]:
-        """All sources; `train` and `validation` are one without a name."""
+        """Lists the sources; `train` and `validation` are one without a name."""
         if self.sources:
             return tuple(self._source(number, part) for number, part in enumerate(self.sources))
         columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns))
@@ -85,7 +85,7 @@ class DataPart(Part):
 
     @property
     def is_validated(self) -> bool:
-        """Whether there are held-out prompts."""
+        """True with held-out prompts."""
         return self.validation is not None or any(source.validation is not None for source in self.sources)
 
     @property
@@ -114,7 +114,7 @@ class DataPart(Part):
 
 @dataclass(frozen=True)
 class Source:
-    """One source as the controller reads it."""
+    """A source as the controller reads it."""
 
     name: str
     """Empty where the job has `data.train`."""

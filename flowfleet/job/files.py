@@ -1,4 +1,4 @@
-"""From a job file to what is submitted: settings changed on the command line, paths found, defaults filled in."""
+"""Turns a job file into the job that is submitted: with command-line changes, paths found, defaults filled in."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
 
 
 def shipped(written: str) -> Path | None:
-    """What `recipes/…` names in this package, such as the tiny model."""
+    """Finds the file of this package that `recipes/…` names, such as the tiny model."""
     path = RECIPES.parent / written
     return path if Path(written).parts[:1] == (RECIPES.name,) and ".." not in written and path.exists() else None
 
@@ -99,7 +99,7 @@ def changed_job(data: dict[str, Any], changes: Sequence[str], folders: Sequence[
 
 
 def _is_job(path: Path) -> bool:
-    """Whether a TOML file of the recipes is a job: it names a model to train and what to train it on."""
+    """Returns whether a TOML file of the recipes is a job: it names a model to train and what to train it on."""
     table = read_job_file(path)
     return isinstance(table.get("model"), dict) and "data" in table
 

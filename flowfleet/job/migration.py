@@ -85,7 +85,7 @@ ADVICE = (
 
 
 def is_first_format(spec: Any) -> bool:
-    """Whether a release that named every setting of every loss wrote this job."""
+    """Returns whether a release that named every setting of every loss wrote this job."""
     part = spec.get("algorithm") if isinstance(spec, dict) else None
     return isinstance(part, dict) and ALGORITHM.keys() <= part.keys()
 
@@ -109,7 +109,7 @@ def today(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_unread(loss: Loss, part: dict[str, Any], name: str, value: Any) -> bool:
-    """Whether format 0 held a setting only because it held all: at its default, and not read by the loss."""
+    """Returns whether format 0 held a setting only because it held all: at its default, and not read by the loss."""
     if loss.model.reads(name) or name not in ALGORITHM:
         return False
     return bool(value == ALGORITHM[name] or value == _given(part).get(name))

@@ -1,4 +1,4 @@
-"""What an exported model says of itself: `flowfleet.json` next to its weights, written last.
+"""Description of an exported model: `flowfleet.json` next to its weights, written last.
 
 It lists every file with its size and CRC-32, so that a copy can be checked wherever it went.
 """

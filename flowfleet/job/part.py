@@ -1,4 +1,4 @@
-"""What the parts of a job are made of: their base, and values that several of them have."""
+"""Base of the parts of a job, and values that several of them have."""
 
 from __future__ import annotations
 

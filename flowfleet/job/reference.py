@@ -70,7 +70,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a job. `name` has dots, `NAME` where the table is keyed by a user's name, `N` in a list; `default`
+    """A setting of a job. `name` has dots, `NAME` where the table is keyed by a user's name, `N` in a list; `default`
     is as in JSON, or "required"."""
 
     name: str
@@ -86,8 +86,8 @@ class Setting:
 
 
 def settings(schema: type[BaseModel], prefix: str = "", loss: Loss | None = None) -> Iterator[Setting]:
-    """All settings below a part of a job, in the order of the schema: of `[algorithm]` those that the loss reads, or
-    those of every loss, each once."""
+    """Lists the settings below a part of a job, in the order of the schema: of `[algorithm]` those that the loss reads,
+    or those of every loss, each once."""
     for name, field in schema.model_fields.items():
         inner, key = _table(field.annotation)
         if inner is None:
@@ -196,7 +196,7 @@ _SIGNS = ((annotated_types.Ge, "≥"), (annotated_types.Gt, ">"), (annotated_typ
 
 
 def _values(field: FieldInfo) -> str:
-    """What a setting may hold, as "integer, 1 … 4096" or "none, fp8"."""
+    """Describes the values of a setting, as "integer, 1 … 4096" or "none, fp8"."""
     kind = _kind(field.annotation)
     found = {type(one): one for one in reversed(field.metadata)}
     bounds = [f"{sign} {getattr(found[bound], bound.__name__.lower()):g}" for bound, sign in _SIGNS if bound in found]

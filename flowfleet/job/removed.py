@@ -28,5 +28,5 @@ REMOVED = {
 
 
 def replacement(name: str) -> str:
-    """What replaces a removed setting; empty for any other name."""
+    """Names the replacement of a removed setting; empty for any other name."""
     return REMOVED.get(re.sub(r"\.\d+\.", ".N.", name), "")

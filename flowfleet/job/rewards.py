@@ -1,4 +1,4 @@
-"""What a job wants of its samples: `[rewards.NAME]`."""
+"""Rewards of a job's samples: `[rewards.NAME]`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GatePart(Part):
         return self
 
     def shut(self, score: float) -> bool:
-        """Whether it acts on a sample of this raw score."""
+        """Returns whether it acts on a sample of this raw score."""
         return score < self.below if self.below is not None else self.above is not None and score > self.above
 
 
@@ -73,7 +73,7 @@ class RewardPart(Part):
 
     @property
     def has_influence(self) -> bool:
-        """Whether its weight is other than 0 at some step."""
+        """True where its weight is other than 0 at some step."""
         return self.weight != 0 and (not self.curve or any(factor for _, factor in self.curve))
 
     def service_of(self, name: str) -> str:

@@ -23,7 +23,7 @@ class NoisePart(Part):
     eta: float = Field(default=0.7, ge=0.0, le=4.0)
     """Noise level. 0 is the ODE, which has no log-probs: for losses that need none."""
     share_initial_noise: bool = False
-    """One initial latent for all samples of a group (DanceGRPO)."""
+    """Gives all samples of a group one initial latent (DanceGRPO)."""
 
     @field_validator("type")
     @classmethod
@@ -121,7 +121,7 @@ class RolloutPart(Part):
 
     @property
     def has_fp8_copies(self) -> bool:
-        """Whether rollouts hold float8 copies of weights, for all samples or for previews."""
+        """True where rollouts hold float8 copies of weights, for all samples or for previews."""
         return self.quantization == "fp8" or self.previews_alone_in_fp8
 
     @property

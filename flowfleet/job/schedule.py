@@ -57,7 +57,7 @@ class TimeoutPart(Part):
     """Deadlines of remote calls, seconds."""
 
     generate_s: Seconds = 1800.0
-    """One call that samples a bundle."""
+    """A call that samples a bundle."""
     score_s: Seconds = 300.0
     """Limit on one call to a reward service."""
     rewards_s: Seconds = 1800.0

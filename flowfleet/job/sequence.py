@@ -17,7 +17,7 @@ class SequencePart(Part):
     max_prompt_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     """Tokens of a prompt; a longer one fails its request. Unset: no limit."""
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
-    """What logits are divided by in training."""
+    """Divisor of the logits in training."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=16)
     """Texts that end a sequence, besides the model's own end."""
     validation_temperature: float = Field(default=0.0, ge=0.0, le=100.0)

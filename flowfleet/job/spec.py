@@ -105,10 +105,10 @@ class JobSpec(Part):
     name: str = Field(default="job", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
     """Name of the job, shown next to its id."""
     seed: int = Field(default=1, ge=0, lt=2**63)
-    """All randomness of the job comes from it."""
+    """Source of all randomness of the job."""
     model: ModelPart
     algorithm: Annotated[SerializeAsAny[LossSettings], AlgorithmTable] = FlowGrpoSettings()
-    """What the loss of the job reads."""
+    """Settings of the job's loss."""
     rollout: RolloutPart = RolloutPart()
     rewards: dict[str, RewardPart] = Field(default={})
     """Reward name → service, weight and more (docs/rewards.md). At least one, unless nothing is scored or teachers
@@ -148,17 +148,17 @@ class JobSpec(Part):
 
     @property
     def method(self) -> Algorithm:
-        """What the registry says of `algorithm.name`."""
+        """The registry's entry of `algorithm.name`."""
         return ALGORITHMS[self.algorithm.name]
 
     @property
     def step(self) -> Step:
-        """What the registry says of `rollout.noise.type`."""
+        """The registry's entry of `rollout.noise.type`."""
         return STEPS[self.rollout.noise.type]
 
     @property
     def loss(self) -> Loss:
-        """What the registry says of `algorithm.loss`."""
+        """The registry's entry of `algorithm.loss`."""
         return LOSSES[self.algorithm.loss]
 
     @property
@@ -168,7 +168,7 @@ class JobSpec(Part):
 
     @property
     def records_steps(self) -> bool:
-        """Whether rollouts keep the steps of the window; matching losses want the final latents alone."""
+        """True where rollouts keep the steps of the window; matching losses want the final latents alone."""
         return self.loss.traits.samples == "steps" or self.loss.from_steps
 
     @property
@@ -178,12 +178,12 @@ class JobSpec(Part):
 
     @property
     def trains_on_gradients(self) -> bool:
-        """Whether the trainer asks rewards for gradients."""
+        """True where the trainer asks rewards for gradients."""
         return self.loss.traits.follows_gradients
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether the policy writes tokens; if not, it is a flow."""
+        """True where the policy writes tokens; else it is a flow."""
         return self.loss.traits.writes_tokens
 
     @property
@@ -199,18 +199,18 @@ class JobSpec(Part):
 
     @property
     def gives_way(self) -> bool:
-        """Whether a request that has not begun when a new version comes is sampled under that one. Not where batches
+        """True where a request that has not begun when a new version comes is sampled under that one. Not where batches
         must be those of any other run."""
         return self.schedule.max_staleness > 0 and not self.trainer.deterministic
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the job only validates the weights that it starts from."""
+        """True where the job only validates the weights that it starts from."""
         return self.schedule.steps == 0
 
     @property
     def samples_old_policy(self) -> bool:
-        """Whether samples come from the old policy, not from the trained one."""
+        """True where samples come from the old policy, not from the trained one."""
         return self.loss.keeps_old_policy and self.loss.old_policy_samples
 
     @property
@@ -245,7 +245,7 @@ class JobSpec(Part):
 
     @property
     def averages(self) -> bool:
-        """Whether what is validated and exported is an average of the trained weights."""
+        """True where the validated and exported weights are an average of the trained ones."""
         return self.trainer.ema.decay is not None
 
     @property
@@ -275,7 +275,7 @@ class JobSpec(Part):
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether the trainer computes the old log-probs of all samples before a step's first update."""
+        """True where the trainer computes the old log-probs of all samples before a step's first update."""
         part = self.algorithm.of(RatioSettings)
         return part.old_log_probs == "recompute" or (
             part.old_log_probs == "first_forward" and (self.trainer.passes > 1 or part.correction.needs_all_rows)

@@ -90,5 +90,5 @@ class TrainerPart(Part):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads a rank; unset: all cores shared by the ranks."""
     samples: Literal["no", "idle", "only"] = "no"
-    """Whether the trainer's ranks sample as replicas of their own job. idle: in addition to rollouts, between updates.
+    """Sampling by the trainer's ranks, as replicas of their own job. idle: in addition to rollouts, between updates.
     only: no rollouts at all, strictly on-policy."""

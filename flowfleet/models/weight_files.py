@@ -55,7 +55,7 @@ PIPELINE: Final = Layout("diffusers", in_root=False, stem="diffusion_pytorch_mod
 TRANSFORMERS: Final = Layout("transformers", in_root=True, stem="model")
 """A model of transformers."""
 FLAT: Final = Layout("flowfleet", in_root=True, stem="model")
-"""One folder of safetensors for all components, which a family reads by itself."""
+"""A folder of safetensors for all components, which a family reads by itself."""
 BAGEL: Final = Layout(
     "flowfleet", in_root=True, stem="ema", index="model.safetensors.index.json", others=("ae.safetensors",)
 )
@@ -116,8 +116,8 @@ def weight_files(folder: Path, layout: Layout = PIPELINE, *, is_part: bool = Fal
     wrong = [name for name in (stemmed if is_part else found) if name not in (*names, *layout.others)]
     if wrong and not _is_own(layout):
         raise ValueError(
-            f"{folder} has {wrong[0]} next to {layout.index_file if places else single}, and loaders differ in which of "
-            "them they read: move the files that are not meant out of the folder"
+            f"{folder} has {wrong[0]} next to {layout.index_file if places else single}, and loaders differ in "
+            "which of them they read: move the files that are not meant out of the folder"
         )
     if not is_part and (folder / "adapter_config.json").is_file() and not _is_own(layout):
         raise ValueError(f"{folder} holds an adapter next to the model: move it out, and give it as model.adapter")

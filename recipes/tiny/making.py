@@ -1,4 +1,4 @@
-"""What the makers of the tiny checkpoints share: options, loading, the command, and pictures from fixed noise."""
+"""Parts that the makers of the tiny checkpoints share: options, loading, the command, and pictures from fixed noise."""
 
 import argparse
 import dataclasses

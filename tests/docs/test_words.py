@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.lint.words import BANNED, OPENINGS, findings, main
+from docs.lint.words import BANNED, OPENINGS, PRODUCT_OPENINGS, findings, main
 
 
 def found(source: str, name: str = "page.md") -> list[str]:
@@ -12,10 +12,11 @@ def found(source: str, name: str = "page.md") -> list[str]:
     return [f"{line} {message.split(chr(34))[1]}" for line, message in findings(Path(name), source)]
 
 
-@pytest.mark.parametrize("opening", sorted(OPENINGS))
-def test_a_docstring_opens_with_no_preposition(opening: str) -> None:
+@pytest.mark.parametrize("opening", sorted(PRODUCT_OPENINGS))
+def test_a_docstring_opens_with_no_preposition_or_pronoun(opening: str) -> None:
     source = f'def size() -> int:\n    """{opening} a file."""\n\n\nLIMIT = 3\n"""{opening} a file."""\n'
     assert found(source, "code.py") == [f"2 {opening}", f"6 {opening}"]
+    assert bool(found(source, "tests/code.py")) == (opening in OPENINGS)
     assert found('"""Size of a file."""\nTEXT = "Of a file"  # Of a file\n', "code.py") == []
 
 

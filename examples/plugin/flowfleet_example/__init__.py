@@ -1,4 +1,4 @@
-"""What this plugin adds to Flowfleet. Free of torch, as the controller that reads it is."""
+"""This plugin's additions to Flowfleet. Free of torch, as the controller that reads it is."""
 
 from flowfleet.algorithms.registry import Algorithm, Loss, Step, register_algorithm, register_loss, register_step
 from flowfleet.models.registry import ModelFamily, register

@@ -1,4 +1,4 @@
-"""One thread for tiny models: more only wait for each other on a busy machine."""
+"""Gives tiny models one thread: more only wait for each other on a busy machine."""
 
 import torch
 

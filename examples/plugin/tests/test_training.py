@@ -1,4 +1,4 @@
-"""One training step of the whole plugin: CISPO on `sit_sde` on Ovis-Image, by the rollout's sampler and the trainer."""
+"""A training step of the whole plugin: CISPO on `sit_sde` on Ovis-Image, by the rollout's sampler and the trainer."""
 
 from pathlib import Path
 

@@ -48,8 +48,8 @@ class DiffusionNftSettings(OldPolicySettings, MatchingSettings):
 
     beta: Beta = Field(default=0.1, le=1.0)
     advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
-    """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
-    sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
+    """The part of an advantage that is read: all of it; only what is above 0, or below (the rest counts as 0); its sign
+    (−1, 0, 1); or 1 where it is above 0 and else 0."""
 
 
 class AwmSettings(ClipSettings, LikelihoodSettings, OldPolicySettings, MatchingSettings):

@@ -26,7 +26,7 @@ class SequenceCorrectionPart(CorrectionPart):
     """The correction of a loss that has one ratio a sequence."""
 
     level: Literal["step", "sequence"] = "sequence"
-    """What has a ratio of its own, a geometric mean: each noisy step of a sample or token of a text, or the sample by
+    """Unit with a ratio of its own, a geometric mean: each noisy step of a sample or token of a text, or the sample by
     all of them."""
 
 

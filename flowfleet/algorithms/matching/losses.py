@@ -30,7 +30,7 @@ MIN_WEIGHT = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class MatchingRows:
-    """What a matching loss reads: B rows; velocities may be of another dtype than the latents, which decides."""
+    """Inputs of a matching loss: B rows; velocities may be of another dtype than the latents, which decides."""
 
     clean: Tensor
     """(B, ...) finished latents x0, float32."""
@@ -154,7 +154,7 @@ _ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "sign": torch.sign,
     "positive_sign": lambda advantages: advantages.sign().clamp(min=0),
 }
-"""What is left of advantages (B,), by `algorithm.advantage_mode`."""
+"""Reduces advantages (B,) by `algorithm.advantage_mode`."""
 
 
 def old_policy_decay(part: OldPolicyPart, num_updates: int) -> float:

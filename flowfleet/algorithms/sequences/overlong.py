@@ -1,10 +1,10 @@
-"""What a sequence's length costs of its reward: DAPO's soft overlong punishment. Free of torch."""
+"""Cost of a sequence's length in its reward: DAPO's soft overlong punishment. Free of torch."""
 
 from __future__ import annotations
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, share: float) -> float:
-    """From 0 to 1: rises linearly in the last `share` of `max_tokens` (https://arxiv.org/abs/2503.14476, equation 13,
+    """Rises linearly from 0 to 1 in the last `share` of `max_tokens` (https://arxiv.org/abs/2503.14476, equation 13,
     where 4,096 of 20,480 tokens are a share of 0.2).
 
     Args:

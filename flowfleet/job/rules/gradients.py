@@ -1,4 +1,4 @@
-"""What goes with a loss that trains on the gradients of rewards. Asked at submit, as rules.py is.
+"""Rules of a loss that trains on the gradients of rewards. Asked at submit, as rules.py is.
 
 Whether a reward gives gradients, its service alone knows: the controller asks it at submit. Where it does not answer
 then, the job pauses at its first step and says so.

@@ -1,4 +1,4 @@
-"""What goes with a loss: its settings, the correction of its ratio, its pairs and advantages."""
+"""Rules of a loss: its settings, the correction of its ratio, its pairs and advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes with the rewards of a job, of its sources and of its validations."""
+"""Rules of the rewards of a job, of its sources and of its validations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _without_influence(rewards: Mapping[str, RewardPart]) -> Iterator[str]:
 
 
 def _others_with_influence(job: JobSpec, name: str) -> bool:
-    """Whether every source that a reward scores has another reward that counts."""
+    """Returns whether every source that a reward scores has another reward that counts."""
     parts = [job.data.scoring(source.name, job.rewards) for source in job.data.each]
     return all(
         any(part.has_influence for other, part in rewards.items() if other != name)

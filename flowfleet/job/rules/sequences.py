@@ -34,7 +34,7 @@ _OF_FLOWS = (
 
 
 def problems(job: JobSpec) -> Iterator[str]:
-    """What is set for the other kind of policy."""
+    """Finds settings of the other kind of policy."""
     loss = job.loss.name
     if not job.writes_tokens:
         known = ", ".join(sorted(other.name for other in LOSSES.values() if other.traits.writes_tokens))

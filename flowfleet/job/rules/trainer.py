@@ -1,4 +1,4 @@
-"""What goes with how a trainer holds, shares and updates weights."""
+"""Rules of how a trainer holds, shares and updates weights."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str
 
 
 def is_changed(job: JobSpec, name: str) -> bool:
-    """Whether a dotted setting has a value that neither schema nor algorithm nor loss would have given it.
+    """Returns whether a dotted setting has a value that neither schema nor algorithm nor loss would have given it.
 
     By value: a job that is stored and read again names every setting, and must mean the same.
     """

@@ -78,7 +78,7 @@ async def _page(rows: Sequence[BaseModel]) -> AsyncIterator[Sequence[BaseModel]]
 async def _following(
     read: Callable[[Any], Awaitable[Sequence[T]]], place: Callable[[T], object]
 ) -> AsyncIterator[Sequence[T]]:
-    """All pages of rows, each read after the place of the last row before it."""
+    """Reads all pages of rows, each read after the place of the last row before it."""
     after = None
     while page := await read(after):
         yield page

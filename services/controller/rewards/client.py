@@ -133,7 +133,7 @@ class RewardService:
         self._replicas: dict[str, _Replica] = {}
         self._max_bytes = MAX_CALL_BYTES
         self.needs_group = False
-        """Whether it scores whole groups only, as far as it is known."""
+        """True where it scores whole groups only, as far as it is known."""
 
     async def ask(
         self, name: str, params: Mapping[str, str], samples: Samples, modality: reward_pb2.Modality.ValueType

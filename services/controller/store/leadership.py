@@ -81,7 +81,7 @@ class Lease:
         self._term = ""
         self._holder = ""
         self.held = False
-        """Whether the lease is held, as far as this process knows. Only `transaction` and `confirm` are sure."""
+        """True while the lease is held, as far as this process knows. Only `transaction` and `confirm` are sure."""
         self._refusal = ""
         self._gauge = Gauge("flowfleet_controller_leader", "1 on the controller that runs jobs", registry=registry)
 

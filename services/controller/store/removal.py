@@ -84,7 +84,7 @@ class Removal:
         return await self._named(_JOB, [job_id.decode() for job_id in open_ids])
 
     async def known(self) -> list[str]:
-        """All jobs that are not removed."""
+        """Lists the jobs that are not removed."""
         return [job_id.decode() for job_id in await self._redis.zrange(keys.jobs(), 0, -1)]
 
     async def age_orphans(self, job_ids: Collection[str], seconds: float) -> dict[str, float]:
@@ -102,7 +102,7 @@ class Removal:
         return ages
 
     async def _named(self, pattern: re.Pattern[bytes], job_ids: Sequence[str]) -> set[str]:
-        """What the specs of these jobs name."""
+        """Lists what the specs of these jobs name."""
         found: set[str] = set()
         for start in range(0, len(job_ids), BATCH):
             batch = job_ids[start : start + BATCH]

@@ -50,7 +50,7 @@ class Replication:
         self.noted = 0
         """The number that replicas acknowledged, when this process last looked."""
         self.loss = ""
-        """What Redis lost and what to do, while that keeps this process from leading."""
+        """Says what Redis lost and what to do, while that keeps this process from leading."""
         text = "1 while no controller leads because Redis lost acknowledged writes"
         self._lost = Gauge("flowfleet_redis_lost_writes", text, registry=registry)
         text = "For how long --redis-acks replicas have not acknowledged what the leader writes"

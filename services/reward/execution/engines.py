@@ -42,7 +42,7 @@ class Batched(Generic[Params]):
         self._evaluator = evaluator
         self._metrics = metrics
         self.gives_gradient = scorer.gives_gradient and isinstance(evaluator, Evaluator)
-        """Whether `score_with_gradient` may be called: processes of a pool have their scorers to themselves."""
+        """True where `score_with_gradient` may be called: processes of a pool have their scorers to themselves."""
         self._batcher: MicroBatcher[Any, _Key, Any] = MicroBatcher(self._evaluate, limits, evaluator.num_batches)
         metrics.watch_queue(lambda: self._batcher.num_queued)
 

@@ -105,7 +105,7 @@ def _pixel_multiple(path: Path, family: ModelFamily) -> int:
 
 
 def weight_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
-    """What of the model's files is missing or broken; services fetch those of a Hub name themselves."""
+    """Names missing or broken files of the model; services fetch those of a Hub name themselves."""
     if spec.model.load_format == "safetensors" and hub.name_of(spec.model.path) is None:
         try:
             check_model(sources.places.pipeline(spec.model.path), family.written_as)

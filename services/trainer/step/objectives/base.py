@@ -35,7 +35,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What an objective is made of, for one training step."""
+    """Parts of an objective, for one training step."""
 
     engine: Engine
     step: int
