@@ -116,8 +116,8 @@ def weight_files(folder: Path, layout: Layout = PIPELINE, *, is_part: bool = Fal
     wrong = [name for name in (stemmed if is_part else found) if name not in (*names, *layout.others)]
     if wrong and not _is_own(layout):
         raise ValueError(
-            f"{folder} has {wrong[0]} next to {layout.index_file if places else single}, and loaders differ in "
-            "which of them they read: move the files that are not meant out of the folder"
+            f"{folder} has {wrong[0]} next to {layout.index_file if places else single}, and loaders differ in which "
+            "of them they read: move the files that are not meant out of the folder"
         )
     if not is_part and (folder / "adapter_config.json").is_file() and not _is_own(layout):
         raise ValueError(f"{folder} holds an adapter next to the model: move it out, and give it as model.adapter")

@@ -26,7 +26,7 @@ from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 from services.trainer.model.kinds import TransformersSource
 
-Damage = Callable[[Path, str], None]
+Damage = Callable[[Path, str], object]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -41,7 +41,7 @@ def in_shards(folder: Path, stem: str, *, index: bool = True) -> list[Path]:
     """Puts two shards in place of the one file."""
     state = load_file(single(folder, stem))
     single(folder, stem).unlink()
-    names, files, places = sorted(state), [], {}
+    names, files, places = sorted(state), list[Path](), dict[str, str]()
     for number, part in enumerate((names[::2], names[1::2]), 1):
         files.append(folder / f"{stem}-{number:05d}-of-00002.safetensors")
         save_file({name: state[name] for name in part}, files[-1], {"format": "pt"})
@@ -104,10 +104,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "twice": (twice, "has .* in .*-00001-of-00002.safetensors and in .*-00002"),
     "misplaced": (misplaced, "where its index says it is"),
     "empty index": (empty_index, "it has no weight_map"),
-    "no index": (lambda folder, stem: in_shards(folder, stem, index=False) and None, "have no .*index.json"),
+    "no index": (lambda folder, stem: in_shards(folder, stem, index=False), "have no .*index.json"),
     "missing shard": (lambda folder, stem: in_shards(folder, stem)[1].unlink(), "lacks 1 of 2 files .*00002-of-00002"),
     "only fp16": (
-        lambda folder, stem: single(folder, stem).rename(folder / f"{stem}.fp16.safetensors") and None,
+        lambda folder, stem: single(folder, stem).rename(folder / f"{stem}.fp16.safetensors"),
         r"only a variant, .*\.fp16\.safetensors",
     ),
     "cut": (cut, "is not a whole file of safetensors"),
