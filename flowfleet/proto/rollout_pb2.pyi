@@ -364,6 +364,9 @@ class GenerateEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """why this sample could not be made, such as NaN in its latents: only its id is set"""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample:
         """of a training sample only its id: the sample itself is in the job's stream"""
@@ -372,10 +375,11 @@ class GenerateEvent(_message.Message):
         self,
         *,
         sample: _common_pb2.Sample | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,6 +395,7 @@ class ModelSpec(_message.Message):
     COMPILE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """directory of a diffusers pipeline, or of a transformers model that writes text"""
     dtype: _builtins.str
@@ -403,6 +408,8 @@ class ModelSpec(_message.Message):
     """of the linears in the transformer's blocks: "none" (also when empty), "fp8", "fp8_base" """
     max_sequence_length: _builtins.int
     """tokens of the longest text encoder; 0: the family's default"""
+    fingerprint: _builtins.str
+    """of the folder when the job began; another one is refused. Empty: not compared"""
     def __init__(
         self,
         *,
@@ -412,10 +419,11 @@ class ModelSpec(_message.Message):
         compile: _builtins.bool = ...,
         quantization: _builtins.str = ...,
         max_sequence_length: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "load_format", b"load_format", "max_sequence_length", b"max_sequence_length", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "fingerprint", b"fingerprint", "load_format", b"load_format", "max_sequence_length", b"max_sequence_length", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

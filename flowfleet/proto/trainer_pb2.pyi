@@ -49,10 +49,31 @@ Global___TrainerState: _TypeAlias = TrainerState  # noqa: Y015
 class ConfigureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class InputsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_ID_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     spec_json: _builtins.str
     """flowfleet.job.spec.JobSpec"""
@@ -62,6 +83,10 @@ class ConfigureRequest(_message.Message):
     def ledger(self) -> Global___LedgerPosition:
         """absent: the newest checkpoint is loaded, whatever it is"""
 
+    @_builtins.property
+    def inputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """setting -> fingerprint of what it named when the job began (flowfleet/job/fingerprints.py)"""
+
     def __init__(
         self,
         *,
@@ -69,10 +94,11 @@ class ConfigureRequest(_message.Message):
         spec_json: _builtins.str = ...,
         directory: _builtins.str = ...,
         ledger: Global___LedgerPosition | None = ...,
+        inputs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "job_id", b"job_id", "ledger", b"ledger", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "inputs", b"inputs", "job_id", b"job_id", "ledger", b"ledger", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

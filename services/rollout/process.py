@@ -14,6 +14,7 @@ import torch
 
 from flowfleet import hub, plugins
 from flowfleet.hardware import devices
+from flowfleet.job.fingerprints import fingerprint
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto import rollout_pb2
 from flowfleet.redis import client as redis_client
@@ -38,7 +39,10 @@ async def serve(options: argparse.Namespace) -> None:
     try:
         if options.model:
             folder = await asyncio.to_thread(hub.pipeline, options.model)
-            await engine.prepare(rollout_pb2.ModelSpec(path=str(folder), dtype=options.dtype), None)
+            is_named = hub.name_of(options.model) is not None
+            found = "" if is_named else await asyncio.to_thread(fingerprint, folder)
+            model = rollout_pb2.ModelSpec(path=str(folder), dtype=options.dtype, fingerprint=found)
+            await engine.prepare(model, None)
         with ThreadPoolExecutor(_MEDIA_THREADS, "media") as pool:
             await _serve(options, client, engine, pool)
     finally:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.lineage import misfit
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Unavailable
 from flowfleet.hardware import devices
+from flowfleet.job.fingerprints import change, fingerprints, inputs_of
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.process.logs import copy_to
 from flowfleet.process.telemetry import Timings
@@ -100,6 +101,8 @@ class Job:
     record: Record
     mfu: Mfu
     resumed_from: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Setting → fingerprint of what it named when the job began."""
     adapters: list[Published] = field(default_factory=list)
     """Blobs of the newest versions, rank 0 only."""
 
@@ -301,6 +304,8 @@ class Worker:
             self.ranks.beats.timeouts = spec.timeouts
             if "TORCHELASTIC_RUN_ID" in os.environ:  # in a pod; the launcher of one machine keeps the whole output
                 copy_to(Path(request.directory).parent / "logs" / f"rank-{self.ranks.rank}.log")
+            if self.ranks.rank == 0 and request.inputs:
+                self._require_inputs(spec, request.inputs)
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
                 checkpoints.take_over()
@@ -317,6 +322,12 @@ class Worker:
         except DataLoss:
             return None
 
+    def _require_inputs(self, spec: JobSpec, known: Mapping[str, str]) -> None:
+        """Raises DataLoss for a model, adapter or checkpoint that was changed since the job began."""
+        with self.ranks.beats.phase(Phase.LOAD):
+            if reason := change(known, fingerprints(spec), inputs_of(spec)):
+                raise DataLoss(reason)
+
     def _resumed(
         self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints, name: str
     ) -> Job:
@@ -327,7 +338,8 @@ class Worker:
         log.info("configured at version %d", record.version, extra={"job": request.job_id})
         reader = reader_of(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks, engine.adapter)
-        return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
+        inputs = dict(request.inputs)
+        return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name, inputs)
 
     def _passed_over(self, job: Job, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         """A step without samples changes no weight, but counts as applied: versions and steps go together."""

@@ -58,6 +58,8 @@ class JobContext(JobCore):
 
     emit: Emit
     changes: Changes
+    fingerprints: Mapping[str, str]
+    """Setting → fingerprint of what it named when the job began."""
     submitted: JobSpec
     """The job as its user wrote it; `spec` has folders in place of `job:ID`."""
     redis: Any  # redis.asyncio.Redis, whose hints do not know that replies are bytes here

@@ -80,7 +80,7 @@ class JobDriver:
         self._reasons: dict[Command, str] = {}
         self._renewed = float("-inf")
         self._wake = asyncio.Event()
-        self._reopens = False
+        self._reopens = self._is_held = False
         self._reported: tuple[str, str] = ("", "")
         self._told = ProgressTold()
         self.machine = machine
@@ -103,11 +103,17 @@ class JobDriver:
                 await self._report_status()
                 await self._next_change(background)
                 if self._reopens:
-                    raise Unavailable("its steps changed, and earlier commands must not affect them")
+                    raise Unavailable("it is opened again")
         finally:
             await end([*background, *self._running.values()])
         await self._report_end()
         return self.machine.state.status
+
+    async def hold(self, reason: str) -> None:
+        """Pauses the job for an input that it was opened with. When it is resumed, `run` ends, so that it is opened
+        again."""
+        self._is_held = True
+        await self.job.pause(reason)
 
     async def emit(self, *events: ev.Event, also: Also | None = None) -> None:
         """Makes events durable, together with what `also` adds to the transaction, then folds them."""
@@ -117,6 +123,7 @@ class JobDriver:
             for event in stamped:
                 self.machine.apply(event)
             reopens = any(isinstance(event, ev.Rewound | ev.StepsChanged) for event in stamped)
+            reopens = reopens or (self._is_held and any(isinstance(event, ev.ResumeRequested) for event in stamped))
             self._reopens = self._reopens or reopens
             if any(isinstance(event, ev.Trained) for event in stamped):
                 await self._ledger.snapshot(self.machine.state)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.client.archive import Archive
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
+from flowfleet.job.fingerprints import change, inputs_of
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
@@ -353,9 +355,13 @@ class JobScheduler:
             data = await asyncio.to_thread(open_job, record.job_spec(), self._sources)
             ledger = Ledger(self._redis, self._lease, record.id)
             machine = await ledger.restore(data.spec)
-        runner = JobDriver(ledger, machine, lambda *parts: self._context(record, data, *parts))
+            known = await self._store.jobs.first_inputs(record.id, data.fingerprints)
+        began = replace(data, fingerprints=known)
+        runner = JobDriver(ledger, machine, lambda *parts: self._context(record, began, *parts))
         self._running[record.id] = runner
         try:
+            if changed := change(known, data.fingerprints, inputs_of(data.spec)):
+                await runner.hold(changed)
             status = await runner.run()
             log.info("job ended as %s", status, extra={"job": record.id})
         finally:
@@ -377,6 +383,7 @@ class JobScheduler:
             emit=emit,
             changes=changes,
             submitted=record.job_spec(),
+            fingerprints=data.fingerprints,
             redis=self._redis,
             blobs=blobs,
             refs=SampleRefs(self._redis, blobs, record.id),

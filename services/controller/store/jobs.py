@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.api.jobs import Desired, JobStatus, Progress
@@ -26,6 +26,7 @@ from services.controller.store.records import (
 from services.controller.store.removal import FILES, leave
 
 _STEPS = "steps.asked"
+_INPUTS = "inputs"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 _HOLD = """
 if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEYS[1], 'desired', ARGV[2]) end
@@ -196,6 +197,13 @@ class Jobs:
             else:
                 notice(pipe, job_id)
             await pipe.execute()
+
+    async def first_inputs(self, job_id: str, found: Mapping[str, str]) -> dict[str, str]:
+        """The fingerprints of the job's inputs when it began (flowfleet/job/fingerprints.py): `found`, where they were
+        not stored before."""
+        await self._redis.hsetnx(keys.job(job_id), _INPUTS, encode(dict(found)))
+        known: dict[str, str] = json.loads(await self._redis.hget(keys.job(job_id), _INPUTS) or "{}")
+        return known
 
     async def set_results(self, job_id: str, results: dict[str, Any]) -> None:
         """Name → path or figure; replaces what was there."""

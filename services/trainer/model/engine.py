@@ -255,9 +255,9 @@ def _family(spec: JobSpec, path: str | Path) -> Any:
     return family_of(path).load(writes_tokens=spec.writes_tokens)
 
 
-def model_spec(spec: JobSpec) -> ModelSpec:
-    """Returns the model that replicas load. Settings at their default are left out, so that a replica that loaded the
-    same folder at its start needs no second load."""
+def model_spec(spec: JobSpec, fingerprint: str = "") -> ModelSpec:
+    """Returns the model that replicas load; its folder had this fingerprint. Settings at their default are left out, so
+    that a replica that loaded the same folder at its start needs no second load."""
     model, rollout = spec.model, spec.rollout
     is_usual = model.max_sequence_length == _family(spec, model.path).max_sequence_length
     return ModelSpec(
@@ -267,6 +267,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
         compile=rollout.compile,
         quantization="fp8_base" if model.base == "fp8" else "fp8" if rollout.has_fp8_copies else "",
         max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
+        fingerprint=fingerprint,
     )
 
 

@@ -46,7 +46,8 @@ class Publisher:
         job = self._worker.job
         assert job is not None, "the service checked"
         deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
-        clients = [ReplicaClient(replica, deadline, attempt) for replica in request.replicas]
+        model = job.inputs.get("model.path", "")
+        clients = [ReplicaClient(replica, deadline, attempt, model) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
         ours, others = _own(job, [client for client in clients if client.replica_id not in failed])
         by_blob = job.engine.is_lora and self._broadcaster.backend(others) == "gloo"

@@ -45,7 +45,7 @@ class SharingEngine(DiffusersEngine):
         self._trained, self._turns, self._shared = trained, turns, shared
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
-        spec, trained_model = self._trained.spec, model_spec(self._trained.spec)
+        spec, trained_model = self._trained.spec, model_spec(self._trained.spec, model.fingerprint)
         trained_model.path = str(self._trained.folder)
         if (model, lora) != (trained_model, lora_spec(spec)):
             raise ValueError(f"this replica is a rank of a trainer of {spec.model.path}: it samples for that job alone")

@@ -20,6 +20,7 @@ async def ensure_trainer(job: JobContext) -> None:
         spec_json=job.spec.model_dump_json(),
         directory=str(job.directory / "checkpoints"),
         ledger=await ledger_position(job),
+        inputs=job.fingerprints,
     )
     job.trainer.connect(address)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from flowfleet.job.fingerprints import CHANGED
 from flowfleet.proto import trainer_pb2
 from services.controller.fleet.replicas import Replica
 from services.controller.job.context import JobContext
@@ -48,6 +49,9 @@ async def publish(job: JobContext, updating: asyncio.Lock, version: int, evaluat
                 await give(ranks)
                 await tell()
     results = [result for response in responses for result in response.results]
+    if changed := next((result for result in results if CHANGED in result.error), None):
+        await job.pause(f"replica {changed.replica_id}: {changed.error}")
+        return
     if not any(result.ok for result in results):
         raise NotYet(f"no replica received version {version}: {results[0].error}")
 

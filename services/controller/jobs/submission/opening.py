@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from flowfleet.job.fingerprints import fingerprints
 from flowfleet.job.model_files import exported_folder
 from flowfleet.job.spec import JobSpec
 from flowfleet.prompts.prompt import Prompt
@@ -24,6 +27,8 @@ class JobData:
     training: list[list[Prompt]]
     """Prompts of each source."""
     held_out: list[Prompt]
+    fingerprints: Mapping[str, str]
+    """Setting → fingerprint of what it names now."""
 
 
 def open_job(spec: JobSpec, sources: Sources) -> JobData:
@@ -59,6 +64,13 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     trainer = spec.trainer.model_copy(update={"resume": resume})
     training = [read.get(source.setting, []) for source in spec.data.each]
     held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]
-    return JobData(
-        spec.model_copy(update={"model": model, "algorithm": algorithm, "trainer": trainer}), training, held_out
-    )
+    placed = spec.model_copy(update={"model": model, "algorithm": algorithm, "trainer": trainer})
+    digests = {setting: _digest(prompts) for setting, prompts in read.items()}
+    return JobData(placed, training, held_out, {**digests, **fingerprints(placed)})
+
+
+def _digest(prompts: Iterable[Prompt]) -> str:
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(repr(prompt).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowfleet.errors import Conflict, DataLoss
+from flowfleet.job.fingerprints import CHANGED, fingerprint
 from flowfleet.proto import rollout_pb2
 from flowfleet.weights.transfer import GroupBroken, TransferMember, TransferStore
 from flowfleet.weights.weights import Member
@@ -89,6 +90,18 @@ async def test_only_a_broken_group_makes_a_replica_a_victim(
         await receiver.update(update)
     assert type(caught.value) is told
     trainer.close()
+
+
+async def test_a_model_that_was_changed_since_the_job_began_is_refused(folder: str) -> None:
+    """What the replica holds already is the job's own, whatever lies there now."""
+    receiver, file = receiver_with(ValueError()), Path(folder) / "model_index.json"
+    model = rollout_pb2.ModelSpec(path=folder, dtype="float32", fingerprint=fingerprint(folder))
+    init = rollout_pb2.InitWeightTransferRequest(job_id="job", model=model)
+    await receiver.init(init)
+    file.write_text(file.read_text() + " ")
+    await receiver.init(init)
+    with pytest.raises(Conflict, match=f"{folder} {CHANGED}"):
+        await receiver_with(ValueError()).init(init)
 
 
 async def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:

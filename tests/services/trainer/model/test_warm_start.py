@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
-from flowfleet.errors import InvalidRequest
+from flowfleet.errors import DataLoss, InvalidRequest
 from flowfleet.job.adapter_files import find_adapter
+from flowfleet.job.fingerprints import CHANGED, fingerprints
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto import trainer_pb2
@@ -207,6 +208,22 @@ def test_what_is_no_adapter_is_refused(job: Path, tiny_qwen_image: Path, ranks: 
     assert "has use_dora = true, so it is not base + B·A: merge it" in refusal(peft)
     (peft / "adapter_config.json").write_text("{}")
     assert "is not named as" in refusal(peft)
+
+
+def test_a_model_or_adapter_that_was_changed_since_the_job_began_is_not_loaded(
+    job: Path, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = start_from(shutil.copytree(job / "model", tmp_path / "adapter"), tiny_qwen_image)
+    request = trainer_pb2.ConfigureRequest(
+        job_id=JOB, spec_json=spec.model_dump_json(), directory=str(tmp_path / "checkpoints"), inputs=fingerprints(spec)
+    )
+    for setting in ("model.path", "model.adapter"):
+        changed = trainer_pb2.ConfigureRequest()
+        changed.CopyFrom(request)
+        changed.inputs[setting] = "another"
+        with pytest.raises(DataLoss, match=f"^{setting}: .* {CHANGED}"):
+            Worker(ranks, files).configure(changed)
+    Worker(ranks, files).configure(request)
 
 
 def test_old_checkpoints_do_not_tell_their_alpha(

@@ -217,7 +217,7 @@ async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     record = SimpleNamespace(version=3)
     checkpoints = SimpleNamespace(fence=SimpleNamespace(attempt=1))
     fleet.worker.job = SimpleNamespace(
-        job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record, checkpoints=checkpoints
+        inputs={}, job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record, checkpoints=checkpoints
     )
     request = PublishWeightsRequest(job_id="j", version=3, replicas=[Replica(replica_id=name) for name in "ab"])
     response = await Publisher(fleet.worker, fleet.runner, "127.0.0.1").publish(request, 60)

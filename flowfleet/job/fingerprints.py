@@ -1,0 +1,89 @@
+"""Fingerprints of what a job reads: stored when it begins, and compared by each process that loads something of it.
+
+Rollouts and trainers load the same model at different times. Files that are replaced in between give them different
+bases, which no later check sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from flowfleet import hub
+from flowfleet.job.spec import JobSpec
+
+CHANGED: Final = "is not what it was when the job began"
+"""Words of every reason that names a changed input."""
+_READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
+"""Suffixes of the files that loading a model, an adapter or a checkpoint reads."""
+_WHOLE_BYTES: Final = 2**26
+_STRIDE, _PIECE = 2**20, 2**12
+_READERS: Final = 8
+
+
+def inputs_of(spec: JobSpec) -> dict[str, str]:
+    """Setting → path of the model and of what the job starts or learns from. A name of the Hub has its commit."""
+    teachers = {f"algorithm.teachers.{name}.adapter": teacher.adapter for name, teacher in spec.teachers.items()}
+    named = {"model.path": spec.model.path, "model.adapter": spec.model.adapter, "trainer.resume": spec.trainer.resume}
+    found = {setting: path for setting, path in {**named, **teachers}.items() if path}
+    return {setting: path for setting, path in found.items() if hub.name_of(path) is None}
+
+
+def fingerprint(path: str | Path) -> str:
+    """Digest of the names, sizes and contents of a folder's files, or of a file; "" where nothing is there.
+
+    A file above 64 MiB is read in 4 KiB of each MiB, so that a checkpoint of 40 GB takes seconds: weights that were
+    trained on, rounded or replaced differ nearly everywhere. Times and places do not count, so copies are equal.
+    """
+    root = Path(path)
+    files = sorted(_files(root)) if root.is_dir() else [root] if root.is_file() else []
+    if not files:
+        return ""
+    with ThreadPoolExecutor(_READERS, "fingerprint") as pool:
+        digests = pool.map(_digest, files)
+        lines = [f"{file.relative_to(root)} {digest}" for file, digest in zip(files, digests, strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def fingerprints(spec: JobSpec) -> dict[str, str]:
+    """Setting → fingerprint of each input that is there."""
+    found = {setting: fingerprint(path) for setting, path in inputs_of(spec).items()}
+    return {setting: digest for setting, digest in found.items() if digest}
+
+
+def change(known: Mapping[str, str], found: Mapping[str, str], places: Mapping[str, str]) -> str:
+    """Reason to pause for an input that differs; empty where none does. What is gone its reader misses."""
+    for setting, digest in found.items():
+        if known.get(setting, digest) != digest:
+            return (
+                f"{setting}: {places.get(setting, 'its data')} {CHANGED}: put the former files back and resume the "
+                "job, or submit a new job with these"
+            )
+    return ""
+
+
+def _files(root: Path) -> Iterator[Path]:
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(root, followlinks=True):
+        if (here := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(here)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if name.endswith(_READ) and not name.startswith("."))
+
+
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        found.update(f"{size} ".encode())
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(opened, lambda: found).hexdigest()
+        for start in (*range(0, size, _STRIDE), size - _PIECE):
+            found.update(os.pread(opened.fileno(), _PIECE, start))
+    return found.hexdigest()

@@ -1,0 +1,133 @@
+"""A job whose model, adapter or data were changed under it pauses, and continues once they are put back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.job.fingerprints import CHANGED
+from flowfleet.proto import reward_pb2, trainer_pb2
+from services.controller.jobs import scheduler
+from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
+
+PROMPTS = 'A red sign that says "K7QX"\n'
+
+
+def by_index(sample: reward_pb2.RewardSample) -> float:
+    return float(sample.sample_id.rpartition("/")[2])
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    (tmp_path / "adapter" / "state.json").write_text("{}")
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    return {
+        "model": {"path": str(tmp_path / "model"), "adapter": str(tmp_path / "adapter")},
+        "rewards": {"ocr": {}},
+        "data": {"train": str(tmp_path / "prompts.txt")},
+        "rollout": {"prompts_per_step": 1, "group_size": 2},
+        "schedule": {"steps": 3},
+    }
+
+
+async def with_fleet(redis_url: str, tmp_path: Path, use: Callable[[ScriptedFleet], Any]) -> None:
+    async def scenario() -> None:
+        async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": ScriptedReward(by_index)}) as fleet:
+            await use(fleet)
+
+    await asyncio.wait_for(scenario(), 60)
+
+
+def change(file: Path) -> None:
+    file.write_text(2 * f"{file.read_text()}\n")
+
+
+async def ended(fleet: ScriptedFleet, job_id: str) -> None:
+    await fleet.store.jobs.request(job_id, "resume")
+    record = await fleet.reached(job_id, lambda record: record.status.terminal)
+    assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("data.train", "prompts.txt"),
+        ("model.path", "model/model_index.json"),
+        ("model.adapter", "adapter/state.json"),
+    ],
+)
+async def test_a_job_that_is_continued_pauses_for_an_input_that_was_changed_meanwhile(
+    setting: str,
+    place: str,
+    redis_url: str,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "RESTART_DELAY_S", 0.05)
+    file = tmp_path / place
+    before = file.read_text()
+
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.rollout.refuses = True  # the job begins, and waits
+        record = await fleet.submit(settings)
+        await fleet.reached(record.id, lambda record: record.status is JobStatus.RUNNING)
+        await fleet.restart(lambda: change(file))
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert record.reason.startswith(f"{setting}: ")
+        assert CHANGED in record.reason
+        await fleet.store.jobs.request(record.id, "resume")  # still another one
+        record = await fleet.reached(record.id, lambda record: record.desired is Desired.PAUSED)
+        assert CHANGED in record.reason
+        file.write_text(before)
+        fleet.rollout.refuses = False
+        await ended(fleet, record.id)
+
+    await with_fleet(redis_url, tmp_path, use)
+
+
+@pytest.mark.anyio
+async def test_what_the_trainer_and_a_replica_find_pauses_the_job(
+    redis_url: str, tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured: list[trainer_pb2.ConfigureRequest] = []
+    sees = {"trainer", "replica"}
+    configure, publish = ScriptedTrainer.Configure, ScriptedTrainer.PublishWeights
+
+    async def configuring(trainer: ScriptedTrainer, request: Any, context: Any) -> Any:
+        configured.append(request)
+        if "trainer" in sees:
+            await context.abort(grpc.StatusCode.DATA_LOSS, f"model.path: m {CHANGED}")
+        return await configure(trainer, request, context)
+
+    async def publishing(trainer: ScriptedTrainer, request: Any, context: Any) -> Any:
+        if "replica" not in sees:
+            return await publish(trainer, request, context)
+        results = [trainer_pb2.PublishResult(replica_id="r0", ok=False, error=f"model.path: m {CHANGED}")]
+        return trainer_pb2.PublishWeightsResponse(version=request.version, results=results)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.submit(settings)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert record.reason == f"model.path: m {CHANGED}"
+        assert configured[0].inputs.keys() == {"model.path", "model.adapter", "data.train"}
+        sees.remove("trainer")
+        await fleet.store.jobs.request(record.id, "resume")
+        record = await fleet.reached(record.id, lambda record: record.reason.startswith("replica"))
+        assert record.reason == f"replica r0: model.path: m {CHANGED}"
+        sees.remove("replica")
+        await ended(fleet, record.id)
+
+    monkeypatch.setattr(ScriptedTrainer, "Configure", configuring)
+    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", publishing)
+    await with_fleet(redis_url, tmp_path, use)
