@@ -10,7 +10,7 @@ class DropReason(StrEnum):
     NO_SCORE = "no_score_NAME"  # the reward rejected the sample, or failed for too long with on_failure "drop"
     GATED = "gated_NAME"  # the reward's gate masked the sample
     REWARD_FAILED = "reward_failed"  # scoring failed five times with an unexpected error
-    ROLLOUT_FAILED = "rollout_failed"  # sampling failed five times with an unexpected error
+    ROLLOUT_FAILED = "rollout_failed"  # sampling failed five times with an unexpected error, or gave NaN
     NON_FINITE_KL = "non_finite_reference_kl"  # the KL to the reference model is NaN or infinite
     LOST = "lost"  # blobs of the sample vanished or broke several times
     STALE = "stale"  # the sample is older than schedule.max_staleness allows

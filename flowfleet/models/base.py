@@ -32,6 +32,10 @@ from flowfleet.models.weight_files import PIPELINE, Layout
 from flowfleet.seeds import derive_seed
 
 
+class NotFinite(ValueError):
+    """Numbers of a sample are NaN or infinite."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Noise levels of a sampling run, float32 on the CPU."""
@@ -366,6 +370,8 @@ def without_images(images: Sequence[Sequence[Image.Image]] | None) -> None:
 
 def to_uint8(pixels: Tensor) -> Tensor:
     """Pixels in [-1, 1], channels second, (B, 3, [F,] H, W), to frames (B, F, H, W, 3) uint8 on the CPU."""
+    if not pixels.is_meta and not bool(pixels.isfinite().all()):
+        raise NotFinite("the VAE decodes to NaN or infinite pixels: check its weights, or set model.dtype")
     if pixels.ndim == 4:
         pixels = pixels.unsqueeze(2)
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -19,7 +19,6 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.hardware import devices
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.registration import Membership
@@ -89,9 +88,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             is_overtaken=lambda: self._state.phase is Phase.UPDATING,
             on_done=self._done,
         )
-        async with aclosing(generation.samples()) as samples:
-            async for sample in samples:
-                yield rollout_pb2.GenerateEvent(sample=_told(sample))
+        async with aclosing(generation.events()) as events:
+            async for event in events:
+                yield event
 
     async def InitWeightTransfer(
         self, request: rollout_pb2.InitWeightTransferRequest, context: Any
@@ -186,8 +185,3 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._idle.set()
         self._metrics.in_flight(state.in_flight)
         self._metrics.version(state.version if state.phase is Phase.SERVING else None)
-
-
-def _told(sample: Sample) -> Sample:
-    """The sample as its caller gets it: a training sample travels in the job's stream, so that its id says enough."""
-    return Sample(id=sample.id) if sample.purpose == PURPOSE_TRAIN else sample

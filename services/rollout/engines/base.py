@@ -41,6 +41,12 @@ class Cancelled(Exception):
     """The caller is gone; raised between two denoising steps or tokens."""
 
 
+NOT_FINITE: Final = (
+    "its log-probs are NaN or infinite: the weights, the adapter or their data type overflow; check the model's files, "
+    "or set model.dtype"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     size: Size
@@ -145,6 +151,14 @@ class GeneratedSample:
     prompt_tokens: int = 0
     num_tokens: int = 0
     stop_reason: str = ""
+    failure: str = ""
+    """Why there is no such sample."""
+
+    @property
+    def problem(self) -> str:
+        """Why it must not be published; empty where it may."""
+        log_probs = getattr(self.record, "log_probs", None)
+        return self.failure or ("" if log_probs is None or bool(log_probs.isfinite().all()) else NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)

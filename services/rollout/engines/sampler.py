@@ -21,8 +21,9 @@ from flowfleet.algorithms.samplers import tail_length
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
 from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, tail_sigmas
 from flowfleet.data.trajectories import FinalLatents, Trajectory
-from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.base import ModelAdapter, NotFinite, Schedule
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.settings import Size
 from flowfleet.quantization.layers import full_precision
 from flowfleet.weights.lora import adapter_disabled
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest
@@ -73,6 +74,8 @@ class _Made:
     records: Sequence[Trajectory | FinalLatents | None]
     reference_kls: Sequence[float]
     seconds: dict[str, float]
+    failures: Sequence[str]
+    """Why a row is no sample; "" where it is one."""
 
 
 class Sampler:
@@ -100,9 +103,9 @@ class Sampler:
         prompts = encoded.of([row.prompt for row in rows])
         made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
         samples = tuple(
-            GeneratedSample(row.group, row.index, row.seed, record, frames, reference_kl)
-            for row, frames, record, reference_kl in zip(
-                rows, made.frames, made.records, made.reference_kls, strict=True
+            GeneratedSample(row.group, row.index, row.seed, record, frames, reference_kl, failure=failure)
+            for row, frames, record, reference_kl, failure in zip(
+                rows, made.frames, made.records, made.reference_kls, made.failures, strict=True
             )
         )
         seconds = made.seconds | {"encode": made.seconds["encode"] + encoded.seconds * len(rows) / request.num_samples}
@@ -119,22 +122,37 @@ class Sampler:
                 checkpoint()
                 latents = self._adapter.encode_media(torch.from_numpy(frames[None]), request.sampling.size)
                 records.append(FinalLatents(latents[0]))
-        return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]})
+        failures = _failures(torch.stack([record.latents for record in records]), "encoded")
+        return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]}, failures)
 
     def _drawn(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
     ) -> _Made:
         with timed(self._adapter.device) as denoise_s, self._precision(request):
             latents, path = self._denoise(request, prompts, rows, checkpoint)
+        failures = _failures(latents, "denoised")
         with timed(self._adapter.device) as decode_s:
-            frames = self._adapter.decode(latents, request.sampling.size).numpy()
+            frames, failures = self._decoded(latents, request.sampling.size, failures)
         records: Sequence[Trajectory | FinalLatents | None] = [None] * len(rows)
         if request.record == "steps":
             records = _trajectories(path, request, self._schedule(request))
         elif request.record == "final":
             records = [FinalLatents(row) for row in latents.cpu()]
         kls = torch.stack(path.reference_kls).mean(0).tolist() if path.reference_kls else [0.0] * len(rows)
-        return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]})
+        return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]}, failures)
+
+    def _decoded(self, latents: Tensor, size: Size, failures: list[str]) -> tuple[np.ndarray, list[str]]:
+        """Frames, black where a row failed. Rows fail together where the VAE makes no picture of one of them."""
+        kept = [row for row, failure in enumerate(failures) if not failure]
+        frames = np.zeros((len(latents), size.num_frames, size.height, size.width, 3), np.uint8)
+        try:
+            if len(kept) == len(latents):
+                return self._adapter.decode(latents, size).numpy(), failures
+            if kept:
+                frames[kept] = self._adapter.decode(latents[kept], size).numpy()
+        except NotFinite as error:
+            failures = [failure or str(error) for failure in failures]
+        return frames, failures
 
     def _precision(self, request: GenerationRequest) -> AbstractContextManager[None]:
         """Computes with the weights as they are, where a replica with float8 copies is asked to."""
@@ -216,6 +234,14 @@ def _course(schedule: Schedule, request: GenerationRequest) -> _Course:
     sigmas = torch.cat([schedule.sigmas[:start], late])
     timesteps = torch.cat([schedule.timesteps[:start], 1000 * late[:-1]])
     return _Course(Schedule(timesteps, sigmas), start)
+
+
+def _failures(latents: Tensor, how: str) -> list[str]:
+    reason = (
+        f"its latents are NaN or infinite when they are {how}: the weights, the adapter or their data type overflow; "
+        "check the model's files, or set model.dtype"
+    )
+    return ["" if finite else reason for finite in latents.isfinite().flatten(1).all(dim=1).tolist()]
 
 
 def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:

@@ -20,7 +20,13 @@ from transformers import DynamicCache
 from flowfleet.data.sequences import StopReason, TokenTrajectory
 from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
 from flowfleet.models.sequences.prompts import EncodedPrompt
-from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, SequenceSampling
+from services.rollout.engines.base import (
+    NOT_FINITE,
+    GeneratedBatch,
+    GeneratedSample,
+    GenerationRequest,
+    SequenceSampling,
+)
 from services.rollout.engines.prompts import timed
 
 EncodedPrompts = Mapping[int, EncodedPrompt]
@@ -42,6 +48,7 @@ class _Written:
 
     token_ids: list[int]
     stop_reason: StopReason = "length"
+    failure: str = ""
 
 
 def batches(request: GenerationRequest, prompts: EncodedPrompts, max_batch: int) -> list[Sequence[TokenRow]]:
@@ -105,6 +112,7 @@ class TokenSampler:
                 prompt_tokens=len(prompts[row.group].token_ids),
                 num_tokens=len(sequence.token_ids),
                 stop_reason=sequence.stop_reason,
+                failure=sequence.failure,
             )
             for row, sequence, record in zip(rows, written, records, strict=True)
         )
@@ -124,6 +132,8 @@ class TokenSampler:
         draws = torch.stack([draws_of(row.seed, settings.max_tokens) for row in rows])
         checkpoint()
         cache, logits, positions = self._read([prompts[row.group] for row in rows])
+        for sequence, is_broken in zip(written, logits.isnan().any(dim=-1).tolist(), strict=True):
+            sequence.failure = NOT_FINITE if is_broken else ""
         live = list(range(len(rows)))
         undrawn = torch.tensor(sorted(self._adapter.undrawn_ids), dtype=torch.int64, device=logits.device)
         for step in range(settings.max_tokens):

@@ -12,11 +12,12 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from flowfleet.errors import Conflict
 from flowfleet.hardware import devices
-from flowfleet.proto.common_pb2 import Sample
-from flowfleet.proto.rollout_pb2 import GenerateRequest
+from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId
+from flowfleet.proto.rollout_pb2 import GenerateEvent, GenerateRequest
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.sampling.publisher import Publisher
@@ -51,16 +52,16 @@ class Generation:
         self._left = request.num_samples
         self._wanted = True
         self._has_begun = self._gave_way = False
-        self._finished: asyncio.Queue[Sample | None] = asyncio.Queue()
+        self._finished: asyncio.Queue[GenerateEvent | None] = asyncio.Queue()
         self._context = {"job": wire.job_id, "step": wire.step}
 
-    async def samples(self) -> AsyncGenerator[Sample, None]:
-        """Runs the request and yields its samples as they are published. Raises what stopped it."""
+    async def events(self) -> AsyncGenerator[GenerateEvent, None]:
+        """Runs the request and yields its samples as they are published or fail. Raises what stopped it."""
         task = asyncio.create_task(self._run(), name="generation")
         task.add_done_callback(self._ended)
         try:
-            while (sample := await self._finished.get()) is not None:
-                yield sample
+            while (event := await self._finished.get()) is not None:
+                yield event
             await task
         finally:
             self._wanted = False
@@ -88,7 +89,9 @@ class Generation:
 
     async def _publish(self, batch: GeneratedBatch) -> None:
         start = time.perf_counter()
-        samples = await self._publisher.publish(self._wire, batch)
+        problems = [(sample, sample.problem) for sample in batch.samples]
+        good = tuple(sample for sample, problem in problems if not problem)
+        samples = await self._publisher.publish(self._wire, replace(batch, samples=good))
         self._metrics.published(
             self._wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
         )
@@ -97,7 +100,16 @@ class Generation:
         self._count(len(samples), published=True)
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})
-            self._finished.put_nowait(sample)
+            self._finished.put_nowait(GenerateEvent(sample=self._told(sample)))
+        for failed, problem in ((sample, problem) for sample, problem in problems if problem):
+            place = SampleId(job_id=self._wire.job_id, step=self._wire.step, group=failed.group, index=failed.index)
+            log.warning("sample %d/%d failed: %s", failed.group, failed.index, problem, extra=self._context)
+            self._finished.put_nowait(GenerateEvent(sample=Sample(id=place), failure=problem))
+
+    def _told(self, sample: Sample) -> Sample:
+        """The sample as its caller gets it: a training sample travels in the job's stream, so that its id says
+        enough."""
+        return Sample(id=sample.id) if sample.purpose == PURPOSE_TRAIN else sample
 
     def _must_stop(self) -> bool:
         """Asked from the engine's thread before every denoising step."""

@@ -56,6 +56,8 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         self.num_devices = 1
         self.broken = b""
         """Content of files that it cannot read."""
+        self.not_finite: set[int] = set()
+        """Indices of samples whose latents are NaN."""
         self.requests: list[rollout_pb2.GenerateRequest] = []
         self.images: list[list[bytes]] = []
 
@@ -71,6 +73,10 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         for group in request.groups:
             self.images.append([await self.blobs.get(image.blob) for image in group.images])
             for place, index in enumerate(group.indices):
+                if index in self.not_finite:
+                    name = common_pb2.SampleId(job_id=request.job_id, step=request.step, group=group.group, index=index)
+                    yield rollout_pb2.GenerateEvent(sample=common_pb2.Sample(id=name), failure="its latents are NaN")
+                    continue
                 yield rollout_pb2.GenerateEvent(sample=await self._sample(request, group, place, index))
 
     async def _sample(self, request: Any, group: Any, place: int, index: int) -> common_pb2.Sample:

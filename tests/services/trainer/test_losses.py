@@ -8,10 +8,12 @@ import torch
 
 from flowfleet.algorithms.registry import LOSSES
 from flowfleet.data.blobs import SyncBlobs
+from services.controller.job.commands.train import taught_nothing
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import local
 from tests.services.trainer.oracle import Oracle
 from tests.services.trainer.steps import Drawer, make_spec
-from tests.services.trainer.workers import make_worker, trained_of
+from tests.services.trainer.workers import engine_of, make_worker, trained_of
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "flow_grpo": {"name": "flow_grpo", "clip_range": 1e-4},
@@ -57,6 +59,34 @@ def test_two_steps_equal_plain_pytorch(
         torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-5)
     if LOSSES[loss].kind == "policy":
         assert metrics["actor/pg_clipfrac"] > 0  # the limit was met
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "mode"),
+    [
+        *((loss, "float32", "lora") for loss in ALGORITHMS),
+        ("flow_grpo", "bfloat16", "full"),
+        ("flow_grpo", "float16", "lora"),
+        ("diffusion_nft", "float16", "lora"),
+    ],
+)
+def test_a_step_without_a_finite_gradient_is_told(
+    loss: str, dtype: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """A frozen or a trained weight of NaN reaches every gradient. A loss scale that is too large is another thing."""
+    model, trainer = {"path": str(tiny_qwen_image), "dtype": dtype}, {"mode": mode, "updates_per_step": 2}
+    spec = make_spec(tiny_qwen_image, model=model, algorithm=ALGORITHMS[loss], trainer=trainer)
+    worker, request = make_worker(spec, ranks, files, tmp_path), Drawer(spec).draw(files, 0)
+    engine = engine_of(worker)
+    if dtype == "float16":
+        engine.loss_scale.scale = 2.0**60
+        assert not taught_nothing(worker.train(request).metrics)
+        request = Drawer(spec).draw(files, 1)
+    with torch.no_grad():
+        local(next(p for p in engine.experts["transformer"].parameters() if p.ndim > 1)).fill_(torch.nan)
+    metrics = worker.train(request).metrics
+    assert metrics["actor/skipped_updates"] == 2.0
+    assert taught_nothing(metrics)
 
 
 def test_every_loss_on_latents_is_here() -> None:

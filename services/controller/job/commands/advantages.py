@@ -22,7 +22,7 @@ async def advantages(job: JobContext, step: int) -> None:
     ready = ev.AdvantagesReady(step=step, num_samples=len(credits), figures=figures, spread=spread)
     facts: list[ev.Event] = [ready]
     if is_empty := not batch.has("scored"):
-        facts.append(ev.PauseRequested(reason=_nothing_to_learn(step)))
+        facts.append(ev.PauseRequested(reason=_nothing_to_learn(step, was_sampled=batch.is_judged)))
 
     async def also(pipe: Any) -> None:
         await job.refs.put_request(request, pipe)
@@ -32,9 +32,13 @@ async def advantages(job: JobContext, step: int) -> None:
     await job.emit(*facts, also=also)
 
 
-def _nothing_to_learn(step: int) -> str:
+def _nothing_to_learn(step: int, *, was_sampled: bool) -> str:
+    repair = (
+        "Fix the reward services, or change them with `flowfleet rewards`,"
+        if was_sampled
+        else "No sample could be made: the job's events `gave_up` say why. Fix the model or the rollouts,"
+    )
     return (
         f"step {step}: no sample has a score, so there is nothing to learn from it; samples_dropped has the reasons. "
-        "Fix the reward services, or change them with `flowfleet rewards`, and resume the job: it continues with the "
-        "next step"
+        f"{repair} and resume the job: it continues with the next step"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 
 from flowfleet.data.lineage import follow
@@ -22,7 +23,15 @@ async def train(job: JobContext, step: int) -> None:
         step=step,
         log_prob_gap=result.metrics.get(LOG_PROB_GAP),
         log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
+        taught_nothing=taught_nothing(result.metrics),
         lineage=await asyncio.to_thread(follow, dict(job.machine.state.history), request),
     )
     hold = partial(job.store.jobs.hold, job.job_id) if job.machine.too_far(trained) else None
     await job.emit(trained, also=hold)
+
+
+def taught_nothing(metrics: Mapping[str, float]) -> bool:
+    """True if every update was skipped for its gradient, but for a loss scale of float16 that is still sought: then
+    the loss itself is finite. Metrics that are not finite are left out."""
+    is_sought = "actor/loss" in metrics and "actor/loss_scale" in metrics
+    return metrics.get("actor/skipped_updates", 0.0) > 0 and "actor/grad_norm" not in metrics and not is_sought

@@ -117,6 +117,8 @@ class Trained(_Event):
     a finite one."""
     log_prob_not_finite: float = 0.0
     """Share of rows without a finite gap; 0 in ledgers from before it was kept."""
+    taught_nothing: bool = False
+    """True if no update of the step was applied, because no gradient was finite."""
     lineage: str = ""
     """Lineage of the version that the step made (flowfleet/data/lineage.py); empty in ledgers older than lineages."""
 

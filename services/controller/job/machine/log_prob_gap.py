@@ -1,4 +1,4 @@
-"""How far rollout and trainer may disagree, `rollout.max_log_prob_gap`, and what a job says that paused for it."""
+"""Steps that a job pauses after: rollout and trainer disagree (`rollout.max_log_prob_gap`), or it taught nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.job.spec import JobSpec
 from services.controller.job.machine.events import Trained
+
+
+def is_in_vain(trained: Trained) -> bool:
+    """True if a whole step's gradients or log-probs are not finite, whatever the job's limit."""
+    return trained.taught_nothing or trained.log_prob_not_finite >= 1
 
 
 def is_above(spec: JobSpec, trained: Trained) -> bool:
@@ -20,6 +25,12 @@ def is_above(spec: JobSpec, trained: Trained) -> bool:
 
 def reason(spec: JobSpec, trained: Trained) -> str:
     """Reason for the user: which setting, what was measured, and what to do."""
+    if is_in_vain(trained):
+        what = "gradient of any update" if trained.taught_nothing else "log-prob of any row"
+        return (
+            f"step {trained.step}: no {what} is finite, so the job learns nothing: check the model's weights, the "
+            "adapter and what model.dtype can hold; resume the job to continue unchanged, or submit another"
+        )
     if trained.log_prob_not_finite > 0:
         return (
             f"step {trained.step}: log-prob of the trainer - log-prob of the rollout is NaN or infinite in "

@@ -343,10 +343,10 @@ class Machine:
         return version in weights and (not digest or digest in weights[version])
 
     def too_far(self, event: ev.Trained) -> bool:
-        """True if the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
-        pause it again; nor does the last one, after which nothing is sampled to train on."""
+        """True if the job pauses after this update for its log-prob gap, or because it taught nothing. A step that is
+        replayed after a fault does not pause it again; nor does a gap of the last, after which nothing is sampled."""
         is_new, is_last = event.step == self.state.version, event.step + 1 == self.steps
-        return is_new and not is_last and gap.is_above(self.spec, event)
+        return is_new and (gap.is_in_vain(event) or (not is_last and gap.is_above(self.spec, event)))
 
     def pause_reason(self, event: ev.Validated) -> str:
         """Why the job pauses after this validation, empty where it does not. The last one pauses no job, nor does one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -540,6 +541,27 @@ def test_a_gap_that_is_not_finite_pauses_a_job_with_a_limit(gap: float | None) -
     machine.apply(event_from_json(event_to_json(event)))
     assert machine.state.status is Status.PAUSED
     assert "NaN or infinite in 12.50% of the rows" in machine.state.reason
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [({"taught_nothing": True}, "gradient of any update"), ({"log_prob_not_finite": 1.0}, "log-prob of any row")],
+)
+def test_a_step_that_taught_nothing_pauses_every_job_even_at_its_end(event: dict[str, Any], what: str) -> None:
+    spec = make_spec()
+    world, last = World(spec, random.Random(0), 0.0), spec.schedule.steps - 1
+    while TrainStep(last) not in world.machine.commands():
+        world.execute(min(world.machine.commands(), key=str))
+    trained = ev.Trained(step=last, **event)
+    assert world.machine.too_far(trained)
+    world.applied = last + 1
+    world.machine.apply(event_from_json(event_to_json(trained)))
+    assert world.machine.state.status is Status.PAUSED
+    assert world.machine.state.reason.startswith(f"step {last}: no {what} is finite, so the job learns nothing")
+    world.machine.apply(ev.ResumeRequested())
+    while not world.machine.finished:
+        world.execute(min(world.machine.commands(), key=str))
+    assert world.machine.state.status is Status.SUCCEEDED
 
 
 def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit() -> None:
