@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,10 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-async def with_fleet(redis_url: str, tmp_path: Path, use: Callable[[ScriptedFleet], Any]) -> None:
-    async def scenario() -> None:
-        async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": ScriptedReward(by_index)}) as fleet:
-            await use(fleet)
-
-    await asyncio.wait_for(scenario(), 60)
+@pytest.fixture
+async def fleet(redis_url: str, tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": ScriptedReward(by_index)}) as fleet:
+        yield fleet
 
 
 def change(file: Path) -> None:
@@ -57,7 +54,6 @@ async def ended(fleet: ScriptedFleet, job_id: str) -> None:
     assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("setting", "place"),
     [
@@ -69,34 +65,30 @@ async def ended(fleet: ScriptedFleet, job_id: str) -> None:
 async def test_a_job_that_is_continued_pauses_for_an_input_that_was_changed_meanwhile(
     setting: str,
     place: str,
-    redis_url: str,
-    tmp_path: Path,
     settings: dict[str, Any],
+    fleet: ScriptedFleet,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "RESTART_DELAY_S", 0.05)
     file = tmp_path / place
     before = file.read_text()
 
-    async def use(fleet: ScriptedFleet) -> None:
-        fleet.rollout.refuses = True  # the job begins, and waits
-        record = await fleet.submit(settings)
-        await fleet.reached(record.id, lambda record: record.status is JobStatus.RUNNING)
-        await fleet.restart(lambda: change(file))
-        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
-        assert record.reason.startswith(f"{setting}: ")
-        assert CHANGED in record.reason
-        await fleet.store.jobs.request(record.id, "resume")  # still another one
-        record = await fleet.reached(record.id, lambda record: record.desired is Desired.PAUSED)
-        assert CHANGED in record.reason
-        file.write_text(before)
-        fleet.rollout.refuses = False
-        await ended(fleet, record.id)
-
-    await with_fleet(redis_url, tmp_path, use)
+    fleet.rollout.refuses = True  # the job begins, and waits
+    record = await fleet.submit(settings)
+    await fleet.reached(record.id, lambda record: record.status is JobStatus.RUNNING)
+    await fleet.restart(lambda: change(file))
+    record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+    assert record.reason.startswith(f"{setting}: ")
+    assert CHANGED in record.reason
+    await fleet.store.jobs.request(record.id, "resume")  # still another one
+    record = await fleet.reached(record.id, lambda record: record.desired is Desired.PAUSED)
+    assert CHANGED in record.reason
+    file.write_text(before)
+    fleet.rollout.refuses = False
+    await ended(fleet, record.id)
 
 
-@pytest.mark.anyio
 async def test_what_the_trainer_and_a_replica_find_pauses_the_job(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +108,9 @@ async def test_what_the_trainer_and_a_replica_find_pauses_the_job(
         results = [trainer_pb2.PublishResult(replica_id="r0", ok=False, error=f"model.path: m {CHANGED}")]
         return trainer_pb2.PublishWeightsResponse(version=request.version, results=results)
 
-    async def use(fleet: ScriptedFleet) -> None:
+    monkeypatch.setattr(ScriptedTrainer, "Configure", configuring)
+    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", publishing)
+    async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": ScriptedReward(by_index)}) as fleet:
         record = await fleet.submit(settings)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert record.reason == f"model.path: m {CHANGED}"
@@ -127,7 +121,3 @@ async def test_what_the_trainer_and_a_replica_find_pauses_the_job(
         assert record.reason == f"replica r0: model.path: m {CHANGED}"
         sees.remove("replica")
         await ended(fleet, record.id)
-
-    monkeypatch.setattr(ScriptedTrainer, "Configure", configuring)
-    monkeypatch.setattr(ScriptedTrainer, "PublishWeights", publishing)
-    await with_fleet(redis_url, tmp_path, use)

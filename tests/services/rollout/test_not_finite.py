@@ -83,7 +83,6 @@ async def events_of(batch: GeneratedBatch) -> list[GenerateEvent]:
     return [event async for event in generation.events()]
 
 
-@pytest.mark.anyio
 async def test_the_caller_hears_of_each_sample_whether_it_is_one() -> None:
     def record(value: float) -> Any:
         return SimpleNamespace(log_probs=torch.tensor([-1.0, value]))

@@ -211,7 +211,7 @@ async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     clients = [Client(name, ReplicaFailure("DATA_LOSS: broke off", is_victim=True)) for name in "ab"]
     fleet = Fleet(monkeypatch, *clients)
     by_name = {client.replica_id: client for client in clients}
-    monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline, attempt: by_name[replica.replica_id])
+    monkeypatch.setattr(publish, "ReplicaClient", lambda replica, *_: by_name[replica.replica_id])
     monkeypatch.setattr(Broadcaster, "backend", lambda self, clients: "nccl")
     engine = SimpleNamespace(buckets=[], is_lora=True)
     record = SimpleNamespace(version=3)
