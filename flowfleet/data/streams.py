@@ -4,7 +4,7 @@ An entry carries references only, at most 16 KiB. The consumer acknowledges an e
 in the same MULTI; until then it stays pending and comes back through `reclaim`, so an entry is handled at least once
 and never lost. What cannot be decoded, or was delivered more than five times, moves to the dead-letter stream with its
 reason. `trim` removes only what every group has acknowledged: a trimmed undelivered entry would be lost, and would
-turn the group's lag into NULL, which a scaler reads as 0.
+turn the group's lag into NULL, which a scaler reads as 0. A consumer trims after every `TRIM_EVERY` entries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from flowfleet.proto.common_pb2 import Sample
 from flowfleet.redis import keys
 
 MAX_ENTRY_BYTES: Final = 16 * 1024
+TRIM_EVERY: Final = 1000
+"""Handled entries that a stream may keep: 16 MiB at most, 1 MB as a rule."""
 MAX_DEAD: Final = 10_000
 """Dead letters of a job; beyond them the oldest go."""
 MAX_BLOCK_MS: Final = 20_000  # below the client's socket timeout
@@ -77,12 +79,16 @@ class TrajectoryConsumer:
         self._reclaim_idle_ms = reclaim_idle_ms
         self._max_deliveries = max_deliveries
         self._has_group = False
+        self._handled = TRIM_EVERY
+        """Entries since the last trim; a consumer begins with one."""
 
     async def read(self, count: int, block_ms: int) -> list[Delivery]:
         """New entries, at most `count`; waits up to `block_ms` (1 to 20,000) for the first. Empty when none came."""
         if not 1 <= block_ms <= MAX_BLOCK_MS:
             raise ValueError(f"block_ms = {block_ms} must lie between 1 and {MAX_BLOCK_MS}")
         await self._ensure_group()
+        if self._handled >= TRIM_EVERY:
+            await self.trim()
         try:
             streams: Any = await self._redis.xreadgroup(
                 self._group, self._consumer, {self._key: ">"}, count=count, block=block_ms
@@ -120,6 +126,7 @@ class TrajectoryConsumer:
 
     async def ack(self, entry_ids: Sequence[str], pipe: Pipeline | None = None) -> None:
         """Acknowledges, now or as part of the caller's pipeline (its MULTI, with the effect)."""
+        self._handled += len(entry_ids)
         if entry_ids:
             await_or_queue = (pipe or self._redis).xack(self._key, self._group, *entry_ids)
             if pipe is None:
@@ -131,6 +138,7 @@ class TrajectoryConsumer:
 
     async def trim(self) -> int:
         """Removes entries that every group has acknowledged; returns how many."""
+        self._handled = 0
         floors = [await self._floor(group) for group in await self._groups()]
         return (
             int(await self._redis.xtrim(self._key, minid=min(floors, key=_order), approximate=False)) if floors else 0
@@ -170,6 +178,7 @@ class TrajectoryConsumer:
         return deliveries
 
     async def _dead_letter(self, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
+        self._handled += 1
         entry: dict[Any, Any] = {**fields, b"entry_id": entry_id, b"reason": reason[:1024]}
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.xadd(self._dead_key, entry, maxlen=MAX_DEAD, approximate=True)

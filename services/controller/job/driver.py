@@ -313,7 +313,6 @@ class JobDriver:
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.refs.renew(WORKING_TTL_S)
-                await self._consumer.trim()
                 self._renewed = time.monotonic()
             await asyncio.sleep(TICK_S)
 

@@ -199,6 +199,33 @@ async def test_a_sample_over_16_kib_is_refused(client: redis.asyncio.Redis) -> N
     assert await client.xlen(KEY) == 1
 
 
+@pytest.mark.parametrize("how", ["alone", "in a transaction", "dead letters"])
+async def test_a_consumer_trims_as_it_handles(
+    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(streams, "TRIM_EVERY", 20)
+    reader, most = consumer(client), 0
+    for start in range(0, 200, 10):
+        await publish(client, 10, start)
+        taken = await reader.read(10, 50)
+        assert indices(taken) == list(range(start, start + 10))
+        ids = [delivery.entry_id for delivery in taken]
+        if how == "alone":
+            await reader.ack(ids)
+        elif how == "in a transaction":
+            async with client.pipeline(transaction=True) as pipe:
+                await reader.ack(ids, pipe)
+                await pipe.execute()
+        else:
+            for delivery in taken:
+                await reader.bury(delivery, "wrong")
+        most = max(most, await client.xlen(KEY))
+    assert most <= 20 + 10
+    late = consumer(client)  # of the next controller
+    await late.read(1, 50)
+    assert await client.xlen(KEY) == 0
+
+
 async def test_trim_removes_only_what_all_groups_acknowledged(client: redis.asyncio.Redis) -> None:
     reader, watcher = consumer(client), consumer(client, group="watcher")
     assert await reader.trim() == 0  # no stream
