@@ -50,6 +50,7 @@ from services.controller.job.requests import misfit
 from services.controller.job.step import TrainingStep
 from services.controller.job.tracing import traced
 from services.controller.job.trainer.watch import TrainerWatch
+from services.controller.reading.places import NotAllowed
 from services.controller.store.records import reward_set
 from services.controller.waiting import NotYet, WaitedInVain
 
@@ -155,6 +156,8 @@ class JobDriver:
             tries = MAX_FAILURES if isinstance(waiting, WaitedInVain) else self._waits[command]
             self._explain(command, tries, str(waiting))
             await asyncio.sleep(waiting.again_s)
+        except NotAllowed as error:
+            await self._pause(f"{error}; then `flowfleet resume` the job")
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
@@ -179,8 +182,16 @@ class JobDriver:
             "%s failed (%d): %s: %s → %s", command, self._failures[command], code.name, message, decision.action,
             extra={"job": self.job.job_id},
         )  # fmt: skip
+        if decision.action is FailureAction.FAIL_JOB and isinstance(command, EnsureTrainer) and self._has_begun:
+            await self._pause(f"the trainer no longer starts: {message}; mend that, then `flowfleet resume` the job")
+            return
         self._explain(command, self._failures[command], message)
         await self._act(command, decision, f"{type(command).__name__}: {message}")
+
+    @property
+    def _has_begun(self) -> bool:
+        """A trainer has worked for the job: what it cannot start from now has changed since."""
+        return self.machine.state.published >= 0
 
     def _went_well(self, command: Command) -> None:
         self._failures.pop(command, None)
@@ -334,11 +345,15 @@ class JobDriver:
 
     async def _look_at_memory(self) -> None:
         """Pauses the job while Redis still has room for that; its user resumes it."""
+        if reason := await self.job.memory.pause_reason():
+            await self._pause(reason)
+
+    async def _pause(self, reason: str) -> None:
+        """Pauses the job until its user resumes it."""
         if self.machine.finished or self.machine.state.status is Status.PAUSED:
             return
-        if reason := await self.job.memory.pause_reason():
-            log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
-            await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
+        log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
+        await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
 
     async def _change_rewards(self) -> None:
         """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the

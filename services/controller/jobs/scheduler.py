@@ -44,7 +44,8 @@ from services.controller.platforms.launcher import FencedLauncher, Launcher, sto
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.mixture import Mixture
-from services.controller.prompts.sources import Unread
+from services.controller.prompts.sources import Missing, Unread
+from services.controller.reading.places import NotAllowed
 from services.controller.retention.folders import JOBS, Folders
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
@@ -299,18 +300,19 @@ class JobScheduler:
 
     async def _run_job(self, job_id: str) -> None:
         """Runs one job to its end. After an error of ours, logs it and continues the job from its ledger, a limited
-        number of times in a row. Retries unreadable data as often. Waits for unreachable peers."""
+        number of times in a row. Retries unreadable data as often, then pauses the job. Waits for unreachable peers."""
         self._quarantine.drive(job_id)
-        crash = 0
+        crash, unopened = 0, False
         while crash < MAX_CRASHES:
             began = time.monotonic()
             try:
                 now = await self._store.jobs.get(job_id)
                 known = self._records.get(job_id, now)
                 record = known.model_copy(update={"status": now.status, "desired": now.desired})
-                if not record.status.terminal:
-                    await self._drive(record)
-                return
+                if not unopened or record.desired is not Desired.PAUSED:  # else its user has yet to resume it
+                    if not record.status.terminal:
+                        await self._drive(record)
+                    return
             except LeaseLost:
                 raise
             except NotFound as error:
@@ -329,9 +331,13 @@ class JobScheduler:
             except OtherFormat as error:
                 if await self._waits_for_its_version(record, str(error)):
                     return
-            except Unread as error:
+            except (Unread, Unopened) as error:
                 crash, reason = crash + 1, str(error)
                 log.warning("could not read the job's data (%d): %s", crash, error, extra={"job": job_id})
+                if isinstance(error, Unopened) or crash >= MAX_CRASHES:
+                    crash, unopened = 0, True
+                    if await self._waits_for_its_user(record, reason):
+                        return
             except ValueError as error:
                 await self._fail(job_id, str(error))
                 return
@@ -350,9 +356,18 @@ class JobScheduler:
             await forget_gradients(self._folder(record.id))
         return cancelled
 
+    async def _waits_for_its_user(self, record: JobRecord, reason: str) -> bool:
+        """Pauses the job until its user resumes it; True once it is cancelled."""
+        if record.desired is Desired.CANCELLED:
+            await stop_for_good(self._launcher, record.id)
+            return await self._waits_for_its_version(record, reason)
+        told = f"{reason}; then `flowfleet resume` the job"
+        await self._store.jobs.set_status(record.id, JobStatus.PAUSED, told, hold=True)
+        return False
+
     async def _drive(self, record: JobRecord) -> None:
         async with self._quarantine.opening(record.id):
-            data = await asyncio.to_thread(open_job, record.job_spec(), self._sources)
+            data = await self._opened(record)
             ledger = Ledger(self._redis, self._lease, record.id)
             machine = await ledger.restore(data.spec)
             known = await self._store.jobs.first_inputs(record.id, data.fingerprints)
@@ -368,6 +383,18 @@ class JobScheduler:
             del self._running[record.id]
             self._fleet.verified(record.id, None)
             await runner.job.close()
+
+    async def _opened(self, record: JobRecord) -> JobData:
+        """Raises Unopened where the job cannot be read any more, ValueError where it never could."""
+        spec = record.job_spec()
+        try:
+            return await asyncio.to_thread(open_job, spec, self._sources)
+        except Unread:
+            raise
+        except ValueError as error:
+            if isinstance(error, NotAllowed | Missing) or record.status is not JobStatus.QUEUED:
+                raise Unopened(str(error)) from None
+            raise
 
     def _context(self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changes: Changes) -> JobContext:
         spec = machine.spec
@@ -416,6 +443,10 @@ class JobScheduler:
 
     def _folder(self, job_id: str) -> Path:
         return self._settings.state_dir.resolve() / JOBS / job_id
+
+
+class Unopened(Exception):
+    """What the job was admitted with cannot be read now, for the reason given: somebody must change that."""
 
 
 @contextmanager

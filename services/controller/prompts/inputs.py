@@ -19,7 +19,6 @@ from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis import keys
 from services.controller.concurrency import gather_or_cancel
 from services.controller.prompts.sources import Sources
-from services.controller.reading.places import NotAllowed
 
 BLOB_TTL_S = 24 * 3600
 
@@ -36,7 +35,8 @@ class Inputs:
     async def attach(self, request: rollout_pb2.GenerateRequest, prompts: Sequence[Prompt]) -> None:
         """Adds to each group of a request what its prompt, one a group in their order, brings.
 
-        Raises DataLoss for a file that is not there any more or too large, Unavailable for one that cannot be read now.
+        Raises DataLoss for a file that is not there any more or too large, Unavailable for one that cannot be read now,
+        NotAllowed where the settings of now do not let the job read it.
         """
         await gather_or_cancel(
             self._attach(group, prompt) for group, prompt in zip(request.groups, prompts, strict=True)
@@ -69,8 +69,6 @@ class Inputs:
 def _read(sources: Sources, url: str) -> bytes:
     try:
         data = sources.read(url, MAX_MEDIA_BYTES + 1)
-    except NotAllowed as error:
-        raise DataLoss(f"the data set names a file that jobs may not read: {error}") from None
     except FileNotFoundError:
         raise DataLoss(f"the data set names {url}, which does not exist") from None
     except OSError as error:

@@ -28,6 +28,10 @@ class Unread(ValueError):
     """The file or host did not answer as it should; the next try may succeed."""
 
 
+class Missing(ValueError):
+    """There is no such file, now."""
+
+
 class Sources:
     """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, besides public
     ones."""
@@ -158,5 +162,5 @@ def _too_large(place: str) -> ValueError:
 
 
 def _unread(place: str, error: OSError) -> ValueError:
-    kind = ValueError if isinstance(error, FileNotFoundError) else Unread
+    kind = Missing if isinstance(error, FileNotFoundError) else Unread
     return kind(f"{place}: prompts cannot be read: {error}")

@@ -106,8 +106,9 @@ class Jobs:
         known = zip(found, rows, strict=True)
         return [read_record(job_id, decoded(row)) for job_id, row in known if row]  # else just deleted
 
-    async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
-        """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
+    async def set_status(self, job_id: str, status: str, reason: str = "", *, hold: bool = False) -> bool:
+        """Changes the status and appends its event; False when nothing changed. `hold`: as `hold`. Raises Conflict when
+        it has ended."""
         status, now = JobStatus(status), await self._link.now()
         assert status.known, status
 
@@ -123,7 +124,7 @@ class Jobs:
             pipe.zrem(keys.jobs_with_status(previous), job_id)
             pipe.zadd(keys.jobs_with_status(status), {job_id: 0})
             add_event(pipe, job_id, "status", {"status": status, "previous": previous, "reason": reason})
-            if status is JobStatus.QUARANTINED:
+            if hold or status is JobStatus.QUARANTINED:
                 await self.hold(job_id, pipe)
             if status.terminal:
                 leave(pipe, job_id, now)

@@ -158,10 +158,14 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.exports: list[trainer_pb2.ExportModelRequest] = []
         self.reads = False
         """Whether it reads its samples, as a trainer does."""
+        self.refuses = ""
+        """Why it takes no job."""
         self.ranks: list[trainer_pb2.RankProgress] = []
         """Progress that it tells; only rank 0 gives signs."""
 
     async def Configure(self, request: Any, context: Any) -> trainer_pb2.ConfigureResponse:
+        if self.refuses:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refuses)
         if request.HasField("ledger"):
             del self.steps[request.ledger.latest :]
         return trainer_pb2.ConfigureResponse(applied_steps=len(self.steps), world_size=1)
@@ -262,13 +266,13 @@ class ScriptedFleet:
     runner: JobScheduler
     blobs: BlobStore
     redis: Any
-    make_runner: Callable[[], JobScheduler]
+    make_runner: Callable[..., JobScheduler]
 
-    async def restart(self, meanwhile: Callable[[], None]) -> None:
-        """Continues with another scheduler, which knows what Redis holds and nothing else."""
+    async def restart(self, meanwhile: Callable[[], object] = lambda: None, **settings: Any) -> None:
+        """Continues with another scheduler, which knows what Redis holds and nothing else; `settings` are its own."""
         await self.runner.stop()
         meanwhile()
-        self.runner = self.make_runner()
+        self.runner = self.make_runner(**settings)
         await self.runner.start()
 
     async def run(self, job: dict[str, Any]) -> JobRecord:
@@ -326,9 +330,9 @@ async def scripted_fleet(
     )
     store = Store(redis)
 
-    def make_runner() -> JobScheduler:
+    def make_runner(**changed: Any) -> JobScheduler:
         directory = StaticDirectory(settings.rewards, settings.rewards_file)
-        return JobScheduler(settings, redis, store, CollectorRegistry(), launcher, directory)
+        return JobScheduler(settings.model_copy(update=changed), redis, store, CollectorRegistry(), launcher, directory)
 
     fleet = ScriptedFleet(rollout, trainer, dict(rewards), store, make_runner(), blobs, redis, make_runner)
     await fleet.runner.start()

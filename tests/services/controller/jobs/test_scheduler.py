@@ -183,13 +183,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
+async def test_data_that_stay_unreadable_pause_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
     async with with_runner(redis_url, tmp_path) as (runner, store):
         runner.crashes, runner.error = 2, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
+        runner.gate.set()
         job, _ = await store.jobs.create(SPEC)
         await runner.start()
-        await reached(store, job.id, JobStatus.FAILED)
-        assert (await store.jobs.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
+        await reached(store, job.id, JobStatus.PAUSED)
+        reason = (await store.jobs.get(job.id)).reason
+        assert reason == "s3://b/t.txt: prompts cannot be read: SlowDown; then `flowfleet resume` the job"
+        await store.jobs.request(job.id, "resume")
+        await reached(store, job.id, JobStatus.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("soon")
