@@ -287,12 +287,13 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Predict a job's memory, work and traffic from the configurations in its model folder."""
+    from flowfleet.cli.submission import num_held_out
     from flowfleet.planning.plan import found_memory_gib, predict
     from flowfleet.planning.report import show_plan
 
     spec = prepare_job(file, set_ or (), same_machine=True)
     known = found_memory_gib() if device_memory is None else device_memory
-    planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens)
+    planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens, held_out=num_held_out(spec))
     tell(planned.to_json(), json_, lambda: show_plan(spec, planned, out))
 
 

@@ -104,6 +104,15 @@ def check_data(spec: JobSpec) -> list[dict[str, Any]]:
     return files
 
 
+def num_held_out(spec: JobSpec) -> int:
+    """Held-out prompts of a job whose files are here; 0 where one cannot be read."""
+    try:
+        held_out = [(source.validation, source.columns) for source in spec.data.held_out]
+        return sum(len(read_prompts(place, columns)) for place, columns in held_out if place)
+    except ValueError:
+        return 0
+
+
 def show_data(files: Iterable[dict[str, Any]], out: Console) -> None:
     """Prints a line or two of each data set."""
     for file in files:

@@ -127,12 +127,12 @@ def show_fleet(fleet: Fleet, console: Console) -> None:
         )
 
 
-def samples_table(samples: Sequence[Sample], files: Sequence[Path]) -> Table:
+def samples_table(samples: Sequence[Sample], files: Sequence[Path | None]) -> Table:
     made = table("SAMPLE", "REWARD", "SCORES", "PROMPT", *(["FILE"] if files else []))
     for index, sample in enumerate(samples):
         scores = ", ".join(f"{name} {number(score)}" for name, score in sample.scores.items())
         row = [f"{sample.step}/{sample.group}/{sample.index}", number(sample.reward), sample.drop_reason or scores]
-        made.add_row(*row, Text(sample.prompt), *([str(files[index])] if files else []))
+        made.add_row(*row, Text(sample.prompt), *([str(files[index] or "no longer kept")] if files else []))
     return made
 
 

@@ -24,6 +24,9 @@ class SchedulePart(Part):
     keep_best: int = Field(default=0, ge=0, le=1000)
     """Checkpoints kept besides: those with the best held-out reward among the validations by the same revision of the
     rewards. One with less than half as many scored samples as another is not compared, here and by the limits below."""
+    keep_pictures: int = Field(default=200, ge=0, le=100_000)
+    """Pictures of training samples that stay for 24 h after their step: so many of the newest, and of the best by the
+    total and by each reward. The others are deleted."""
     save_full: bool = False
     """Export the whole pipeline with every checkpoint of a job of full weights. LoRA jobs always export their adapter
     with it."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.branches import LARGE
 from flowfleet.planning.facts import Facts
 from flowfleet.planning.replicas import replicates
+from flowfleet.planning.storage import FP32, num_rounds
 
 GIB = 2**30
 RESERVE = 2 * GIB
 """Memory of a device that no tensor can use."""
-FP32 = 4
 MOMENTS = 2
 BLOCK_8BIT = 256
 """Elements of an 8-bit moment that share one fp32 scale."""
@@ -71,13 +70,6 @@ def base_bytes(spec: JobSpec, facts: Facts) -> float:
     """The transformers, without an adapter: of an fp8 base large linears and experts have a byte an element."""
     quantized = facts.fp8 + facts.fp8_experts if spec.model.base == "fp8" else 0
     return float((facts.params - quantized) * item_bytes(spec) + quantized)
-
-
-def num_rounds(spec: JobSpec) -> int:
-    """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
-    if not spec.records_steps:
-        return spec.algorithm.of(NoiseLevelSettings).num_noise_levels
-    return spec.window.most
 
 
 def passes(spec: JobSpec) -> int:

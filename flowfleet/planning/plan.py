@@ -20,11 +20,17 @@ from flowfleet.models.registry import family_of
 from flowfleet.models.weight_files import check_model, has_weights
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import gather
-from flowfleet.planning.memory import GIB, RESERVE, RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
+from flowfleet.planning.memory import (
+    GIB,
+    RESERVE,
+    RolloutMemory,
+    TrainerMemory,
+    item_bytes,
+    rollout_memory,
+    trainer_memory,
+)
+from flowfleet.planning.storage import TEXT_TOKENS, Storage, held_steps, storage
 from flowfleet.planning.work import Work, work
-
-TEXT_TOKENS = 128
-"""Default number of text tokens in a prompt, for models whose embedding length depends on the prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,11 @@ class Plan:
     rollout: RolloutMemory
     """Memory of one replica."""
     work: Work
+    storage: Storage
     device_bytes: float | None
     """Memory of a device; None if it is not known."""
+    held_steps: int
+    """Steps whose samples are stored at once."""
     advice: tuple[str, ...]
     """Changes to make where something does not fit."""
 
@@ -67,6 +76,7 @@ class Plan:
             },
             "rollout": {"gib": _gib(self.rollout.parts), "peak_gib": self.rollout.peak / GIB},
             "step": {**asdict(self.work), "flops": self.work.flops},
+            "storage": {**asdict(self.storage), "held_steps": self.held_steps, "total": self.storage.total},
             "device_memory_gib": None if self.device_bytes is None else self.device_bytes / GIB,
             "fits": self.fits,
             "advice": list(self.advice),
@@ -78,6 +88,7 @@ def predict(
     *,
     device_memory_gib: float | None = None,
     text_tokens: int = TEXT_TOKENS,
+    held_out: int = 0,
 ) -> Plan:
     """Predicts a job's memory and work from its model folder's configurations; weights need not be there, but where
     some are they must be whole.
@@ -85,6 +96,7 @@ def predict(
     Args:
         spec: the job; `model.path` as seen from here, or a name of the Hub.
         device_memory_gib: of each device, to compare with; None compares with nothing.
+        held_out: number of held-out prompts, whose pictures are stored.
         text_tokens: of a prompt's embedding, for families where it depends on the prompt.
 
     Raises:
@@ -108,12 +120,18 @@ def predict(
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": folder})})
     facts = gather(spec, text_tokens, compiled=spec.trainer.compile)
     device = None if device_memory_gib is None else device_memory_gib * GIB
+    adapter_bytes = facts.trained * item_bytes(spec) if spec.trainer.mode == "lora" else 0
+    stored = storage(
+        spec, latent=facts.latent, embeds_bytes=facts.embeds_bytes, adapter_bytes=adapter_bytes, held_out=held_out
+    )
     return Plan(
         params=facts.params,
         trained=facts.trained,
         trainer=trainer_memory(spec, facts, device),
         rollout=rollout_memory(spec, facts),
         work=work(spec, facts, text_tokens),
+        storage=stored,
+        held_steps=held_steps(spec),
         device_bytes=device,
         advice=() if device is None else tuple(advise(spec, facts, device - RESERVE)),
     )

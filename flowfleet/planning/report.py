@@ -38,7 +38,7 @@ def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:
     replica.add_section()
     replica.add_row("peak", _gib(plan.rollout.peak))
     replicas = [replica] if plan.rollout.parts else []
-    console.print(Columns([trainer, *replicas, _step(plan)], padding=(0, 4)))
+    console.print(Columns([trainer, *replicas, _step(plan), _storage(plan)], padding=(0, 4)))
     _verdict(plan, console)
 
 
@@ -61,6 +61,20 @@ def _step(plan: Plan) -> Table:
     made.add_row("a checkpoint", _bytes(work.checkpoint_bytes))
     if work.gradient_bytes:
         made.add_row("kept gradients, at most", _bytes(work.gradient_bytes))
+    return made
+
+
+def _storage(plan: Plan) -> Table:
+    stored = plan.storage
+    made = _table("Blobs at once (in Redis by default)")
+    made.add_row(f"trajectories of {plan.held_steps} steps", _bytes(stored.trajectories))
+    made.add_row("prompts of these steps", _bytes(stored.prompts))
+    made.add_row("pictures of samples", _bytes(stored.pictures))
+    made.add_row("pictures of a day's validations", _bytes(stored.validations))
+    made.add_row("adapters", _bytes(stored.adapters))
+    made.add_row("records (always in Redis)", _bytes(stored.records))
+    made.add_section()
+    made.add_row("in all, at most", _bytes(stored.total))
     return made
 
 

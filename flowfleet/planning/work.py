@@ -9,7 +9,8 @@ from flowfleet.algorithms.settings import KlRewardSettings, RatioSettings
 from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
-from flowfleet.planning.memory import FP32, checkpoint_bytes, item_bytes, num_rounds, passes
+from flowfleet.planning.memory import checkpoint_bytes, item_bytes, passes
+from flowfleet.planning.storage import FP32, num_rounds, trajectory_bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     """Computes the work of a step of a job whose prompts are `text_tokens` long."""
     rollout = spec.rollout
     sampling, training = facts.flops.sampling(text_tokens), facts.flops.training(text_tokens)
-    states = num_rounds(spec) + 1 if spec.records_steps else 1
     size = rollout.size
     return Work(
         samples=spec.samples_per_step,
@@ -55,7 +55,7 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
         published_bytes=facts.trained * item_bytes(spec),
         checkpoint_bytes=checkpoint_bytes(spec, facts),
         gradient_bytes=_gradient_bytes(spec, facts),
-        trajectory_bytes=spec.samples_per_step * states * facts.latent * FP32
+        trajectory_bytes=spec.samples_per_step * trajectory_bytes(spec, facts.latent)
         + rollout.prompts_per_step * facts.embeds_bytes,
         media_bytes=spec.samples_per_step * size.height * size.width * size.num_frames * 3,
     )

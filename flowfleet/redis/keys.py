@@ -165,6 +165,12 @@ def samples(job_id: str, purpose: str, part: str) -> str:
     return job_key(job_id, "samples", purpose, part)
 
 
+def pictures(job_id: str, *part: str) -> str:
+    """Set of the training samples whose pictures stay after their step; "ended" is the step up to which that is
+    decided (pictures.py)."""
+    return job_key(job_id, "pictures", *part)
+
+
 def rewards(job_id: str) -> str:
     """Hash: number → revision of the job's rewards that took effect."""
     return job_key(job_id, "rewards")

@@ -83,7 +83,10 @@ def samples(
 
 
 def _download(client: Client, job: Job, listed: Sequence[Sample], directory: Path, as_json: bool) -> None:
-    files = [_save(client.media(job.id, sample), sample, directory) for sample in listed]
+    found = [media_of(client, job, sample) for sample in listed]
+    files = [
+        None if media is None else _save(media, sample, directory) for sample, media in zip(listed, found, strict=True)
+    ]
     rows = [{**sample.model_dump(), "file": file} for sample, file in zip(listed, files, strict=True)]
     tell(rows, as_json, lambda: out.print(views.samples_table(listed, files)))
 
@@ -174,6 +177,7 @@ def _place(sample: Sample) -> tuple[int, int, int]:
 
 
 def media_of(client: Client, job: Job, sample: Sample) -> bytes | None:
+    """The bytes of a picture; None where it is no longer kept."""
     try:
         return client.media(job.id, sample)
     except ApiError as error:

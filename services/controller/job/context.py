@@ -26,6 +26,7 @@ from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.scoring import Scoring
+from services.controller.store.pictures import Pictures
 from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
 from services.controller.store.store import Store
 
@@ -72,6 +73,7 @@ class JobContext(JobCore):
     trainer: JobTrainer
     reports: Reports
     memory: Memory
+    pictures: Pictures
 
     async def close(self) -> None:
         await self.reports.close()

@@ -32,6 +32,7 @@ from flowfleet.rewards.changes import ShadowPart
 from services.controller.concurrency import end
 from services.controller.job.context import JobCore
 from services.controller.rewards.comparison import GroupScores, compare
+from services.controller.store.sample_refs import ALL_STEPS
 from services.controller.store.shadows import Count
 from services.controller.waiting import NotYet
 
@@ -76,7 +77,7 @@ class ShadowMetrics:
                     metric.remove(job_id, shadow)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Offer:
     name: str
     part: ShadowPart
@@ -98,6 +99,8 @@ class ShadowQueue:
         self._metrics = metrics
         self._queues: dict[str, asyncio.Queue[_Offer]] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._open: set[_Offer] = set()
+        """Offers that wait or are scored."""
         self._pairs: set[str] = set()
         """Pairs with offered samples that an open step may have."""
         self._looked = (-1, -1)
@@ -118,6 +121,12 @@ class ShadowQueue:
             if part.beside not in scoring:
                 continue
             await self._put(_Offer(name, part, pair, samples, prompts, verdicts))
+
+    @property
+    def first_offered(self) -> int:
+        """First training step of which an offer is open; `ALL_STEPS` without one."""
+        steps = (one.samples[0].id.step for one in self._open if one.purpose == "train")
+        return min(steps, default=ALL_STEPS)
 
     async def close(self) -> None:
         await end(task for tasks in self._tasks.values() for task in tasks)
@@ -142,6 +151,7 @@ class ShadowQueue:
         tasks = [task for name in gone for task in self._tasks.pop(name)]
         pairs = self._pairs - {pair for _, _, pair in live}
         self._pairs -= pairs
+        self._open = {offer for offer in self._open if offer.name not in gone}
         for name in gone:
             del self._queues[name]
         await end(tasks)
@@ -159,6 +169,7 @@ class ShadowQueue:
             ]
         try:
             self._queues[offer.name].put_nowait(offer)
+            self._open.add(offer)
         except asyncio.QueueFull:
             await self._count(offer, {"left_out": len(offer.samples)})
 
@@ -176,6 +187,7 @@ class ShadowQueue:
             except Exception as error:
                 log.exception("shadow %s", offer.name, extra={"job": self._job.job_id})
                 await self._leave_out(offer, f"{type(error).__name__}: {error}")
+            self._open.discard(offer)
 
     async def _leave_out(self, offer: _Offer, why: str) -> None:
         log.warning("shadow %s skipped samples: %s", offer.name, why, extra={"job": self._job.job_id})

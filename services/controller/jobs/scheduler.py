@@ -57,6 +57,7 @@ from services.controller.scaling.demand import DemandHash, demand, work_of
 from services.controller.settings import ControllerSettings
 from services.controller.store.changes import listen, notify
 from services.controller.store.leadership import Lease, LeaseLost
+from services.controller.store.pictures import Pictures
 from services.controller.store.records import JobRecord
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
@@ -420,6 +421,7 @@ class JobScheduler:
             trainer=JobTrainer(self._launcher, record.id, spec, GradientRewards(self._directory, spec)),
             reports=Reports(core, self._metrics, ShadowQueue(core, self._shadow_metrics)),
             memory=self._memory,
+            pictures=Pictures(self._store, blobs, record.id, spec.schedule.keep_pictures),
         )
 
     def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:

@@ -43,6 +43,10 @@ class Memory:
             ", then `flowfleet resume` the job"
         )
 
+    async def room(self) -> int:
+        """Bytes in use above which running jobs pause; 0 where Redis does not tell its limit."""
+        return int(await self.limit() * self._keep.pause_above)
+
     async def limit(self) -> int:
         """Bytes that Redis may use; 0 where it does not tell."""
         await self._look()

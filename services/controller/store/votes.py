@@ -89,12 +89,12 @@ class Votes:
 
     async def groups(self, job_id: str, after: tuple[int, int] | None, limit: int) -> list[VoteGroup]:
         """Groups with their votes, by step and group, after one of them."""
-        places = sorted(place for place in await self._places(job_id) if after is None or place > after)[:limit]
+        places = sorted(place for place in await self.places(job_id) if after is None or place > after)[:limit]
         return await self._at(job_id, places)
 
     async def newest(self, job_id: str, limit: int) -> list[VoteGroup]:
         """The groups of the newest steps, with their votes, oldest first."""
-        return await self._at(job_id, sorted(await self._places(job_id))[-limit:])
+        return await self._at(job_id, sorted(await self.places(job_id))[-limit:])
 
     async def _at(self, job_id: str, places: Sequence[tuple[int, int]]) -> list[VoteGroup]:
         if not places:
@@ -106,11 +106,12 @@ class Votes:
             rows = await pipe.execute()
         return await self._with_votes(job_id, [one or other for one, other in zip(*rows, strict=True) if one or other])
 
-    async def _places(self, job_id: str) -> list[tuple[int, int]]:
+    async def places(self, job_id: str) -> set[tuple[int, int]]:
+        """Steps and groups that people were asked about."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for state in _STATES:
                 pipe.hkeys(keys.vote_groups(job_id, state))
-            return [_place(field) for fields in await pipe.execute() for field in fields]
+            return {_place(field) for fields in await pipe.execute() for field in fields}
 
     async def _record(self, pipe: Pipe, job_id: str, place: str) -> VoteGroup | None:
         rows = [await pipe.hget(keys.vote_groups(job_id, state), place) for state in _STATES]
@@ -129,7 +130,7 @@ class Votes:
         names = [keys.vote_groups(job_id, state) for state in _STATES]
         if sum([await self._redis.hlen(name) for name in names]) <= MAX_GROUPS:
             return
-        oldest = sorted(await self._places(job_id))[:-MAX_GROUPS]
+        oldest = sorted(await self.places(job_id))[:-MAX_GROUPS]
         async with self._redis.pipeline(transaction=True) as pipe:
             for name in names:
                 pipe.hdel(name, *(f"{step}/{group}" for step, group in oldest))

@@ -35,7 +35,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MEDIA_TTL_S = 24 * 3600
-"""Pictures and videos are for rewards and people."""
+"""Pictures and videos are for rewards and people. The controller deletes most of a step's when it has ended
+(services/controller/store/pictures.py)."""
 _PARALLEL_WRITES = 8
 
 
@@ -44,7 +45,7 @@ class _Shared:
     """References that the samples of one batch share, or that came with the request."""
 
     embeds: dict[int, BlobRef]
-    """Embeddings by group."""
+    """Embeddings by group; empty of samples that are not trained on."""
     negative: dict[int, BlobRef]
     """Negative embeddings by group; empty without guidance."""
     media: dict[tuple[int, int], Media]
@@ -64,13 +65,15 @@ class Publisher:
         self._writes = asyncio.Semaphore(_PARALLEL_WRITES)
 
     async def publish(self, request: GenerateRequest, batch: GeneratedBatch) -> list[Sample]:
-        """Stores a batch and returns its samples in order. The request tells job, step, purpose and policy version."""
+        """Stores a batch and returns its samples in order. The request tells job, step, purpose and policy version.
+        Embeddings are for trainers alone: only training samples have them."""
+        trains = request.purpose == PURPOSE_TRAIN
         shared = _Shared(
             {
                 group: await self._put_embeds(request, "embeds", (request.step, group), prompt)
-                for group, prompt in batch.embeds.items()
+                for group, prompt in (batch.embeds if trains else {}).items()
             },
-            await self._put_negatives(request, batch),
+            await self._put_negatives(request, batch) if trains else {},
             {
                 (group.group, index): media
                 for group in request.groups
@@ -139,7 +142,7 @@ class Publisher:
             seed=generated.seed,
             policy_version=request.policy_version,
             weights_digest=request.weights_digest,
-            prompt_embeds=shared.embeds[generated.group],
+            prompt_embeds=shared.embeds.get(generated.group),
             negative_embeds=shared.negative.get(generated.group),
             sde_steps=() if shared.media else _recorded(request.noise),
             height=request.sampling.height,

@@ -102,7 +102,8 @@ async def test_samples_link_to_their_pictures(api: Api, job: Job) -> None:
     assert (picture.content, picture.headers["content-type"]) == (b"\x89PNG picture", "image/png")
     await api.services.blobs.delete([ref])
     gone = await api.client.get(shown["media"])
-    assert (gone.status_code, gone.json()["detail"]) == (404, "the picture of sample 1/0/2 was deleted")
+    assert gone.status_code == 404
+    assert gone.json()["detail"].startswith("the picture of sample 1/0/2 was deleted: ")
 
 
 async def test_system(api: Api, job: Job) -> None:

@@ -35,9 +35,12 @@ def requests_of(fleet: ScriptedFleet, purpose: int) -> list[Any]:
     return [request for request in fleet.rollout.requests if request.purpose == purpose]
 
 
-@pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo", "online_dpo"])
-async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "keep_pictures"), [("diffusion_nft", 200), ("flow_grpo", 0), ("online_dpo", 200)]
+)
+async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str, keep_pictures: int) -> None:
     settings = job(algorithm={"name": algorithm}, rewards={"ocr": {}}, rollout=PREVIEW)
+    settings["schedule"]["keep_pictures"] = keep_pictures
     async with run(ocr=ScriptedReward(by_index)) as fleet:
         record = await fleet.run(settings)
         for purpose, indices in INDICES.items():
@@ -54,6 +57,8 @@ async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algori
             assert {place[:2] for place in places(request)} == {(group, index) for group in (0, 1) for index in (0, 3)}
         assert record.results["samples_dropped"] == {"not_selected": 8}
         assert record.results["samples_trained"] == 8
+        stored = [name async for name in fleet.redis.scan_iter(match=f"ff:{record.id}:blob:media:*")]
+        assert len(stored) == (8 if keep_pictures else 0)  # previews never stay
 
 
 async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run, job: Job) -> None:

@@ -209,7 +209,10 @@ async def media(
     try:
         content = await use.blobs.get(media_ref(found))
     except NotFound:
-        raise NotFound(f"the picture of sample {step}/{group}/{index} was deleted") from None
+        raise NotFound(
+            f"the picture of sample {step}/{group}/{index} was deleted: after a step the newest and best "
+            "schedule.keep_pictures stay, for 24 h"
+        ) from None
     headers = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}
     media_type = found.media_type if found.media_type in MEDIA_TYPES else OTHER_MEDIA
     return Response(content, media_type=media_type, headers=headers)

@@ -37,7 +37,8 @@ async def submit(
             raise Unavailable(use.runner.loss)
         await use.memory.check_room()
         devices = use.settings.trainer_devices
-        checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices)
+        room = await use.memory.room() if use.settings.blobs == "redis" else 0
+        checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices, room)
         use.settings.limits.check_room(spec, await use.store.jobs.unended())
         record, _ = await use.store.jobs.create(checked, idempotency_key, asked=spec, owner=who.name)
     await use.runner.notify()

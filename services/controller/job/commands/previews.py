@@ -51,7 +51,7 @@ class Previews:
                 raise fact
         await self._job.emit(*(one for fact in facts if not isinstance(fact, BaseException) for one in fact))
         for group in due:
-            self._drawn.pop((step, group), None)
+            await self._job.blobs.delete(sample.media for sample in self._drawn.pop((step, group), ()))
 
     async def _draw(self, step: int, groups: Sequence[int]) -> None:
         job = self._job

@@ -17,7 +17,8 @@ async def train(job: JobContext, step: int) -> None:
     request = await job.load_train_request(step)
     with job.pool.updating():
         result = await job.trainer.train(request)
-    if step == job.machine.state.version:
+    is_new = step == job.machine.state.version
+    if is_new:
         await job.reports.trained(request, result)
     trained = ev.Trained(
         step=step,
@@ -28,6 +29,8 @@ async def train(job: JobContext, step: int) -> None:
     )
     hold = partial(job.store.jobs.hold, job.job_id) if job.machine.too_far(trained) else None
     await job.emit(trained, also=hold)
+    if is_new:
+        await job.pictures.end(min(step, job.reports.first_offered - 1))
 
 
 def taught_nothing(metrics: Mapping[str, float]) -> bool:

@@ -58,6 +58,11 @@ class Reports:
     async def close(self) -> None:
         await self._shadows.close()
 
+    @property
+    def first_offered(self) -> int:
+        """First step of whose pictures a shadow has yet to score some, `ALL_STEPS` where none has."""
+        return self._shadows.first_offered
+
     async def scored(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
     ) -> None:

@@ -20,6 +20,7 @@ from services.controller.jobs.submission.model_checks import (
     limit_problems,
     pinned,
     size_problems,
+    storage_problems,
     weight_problems,
 )
 from services.controller.jobs.submission.problems import InvalidJob
@@ -42,19 +43,24 @@ def parse(data: dict[str, Any]) -> JobSpec:
 
 
 async def check(
-    spec: JobSpec, directory: Directory, sources: Sources, limits: Limits, trainer_devices: Sequence[str] = ()
+    spec: JobSpec,
+    directory: Directory,
+    sources: Sources,
+    limits: Limits,
+    trainer_devices: Sequence[str] = (),
+    room: int = 0,
 ) -> JobSpec:
-    """The job, a Hub name of its model at its commit.
+    """The job, a Hub name of its model at its commit. `room`: bytes that its blobs may take; 0 is not a limit.
 
-    Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
-    not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is not one of
-    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Of what is
+    Raises InvalidJob when the job asks for more samples than the operator admits or Redis holds, a file is missing,
+    unreadable or not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is
+    not one of the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Of what is
     remote only the configurations of a Hub model are fetched here: `open_job` does the rest."""
     spec = await asyncio.to_thread(pinned, spec, sources)
     problems = [*_fleet_problems(spec, directory)]
     problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
     firsts: dict[str, Prompt] = {}
-    problems += await asyncio.to_thread(_all_file_problems, spec, sources, firsts)
+    problems += await asyncio.to_thread(_all_file_problems, spec, sources, firsts, room)
     problems = problems or await refusals(spec, spec.rewards, directory, sources, firsts)
     if problems:
         raise InvalidJob(problems)
@@ -90,12 +96,12 @@ def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
         yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
 
 
-def _all_file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -> list[str]:
+def _all_file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt], room: int) -> list[str]:
     with _READING:
-        return list(_file_problems(spec, sources, firsts))
+        return list(_file_problems(spec, sources, firsts, room))
 
 
-def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -> Iterator[str]:
+def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt], room: int) -> Iterator[str]:
     """Problems with what the job names. Puts the first prompt of each file that is read here into `firsts`, by its
     setting."""
     family = None
@@ -119,7 +125,7 @@ def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -
                 yield f"trainer.resume = {spec.trainer.resume!r} is not a checkpoint: name one as job:ID@STEP"
         except (OSError, ValueError) as error:
             yield f"trainer.resume: {error}"
-    shapes = ConditionShapes(sources)
+    shapes, held_out = ConditionShapes(sources), 0
     for setting, url, columns in spec.data_files:
         try:
             prompts = read_prompts(sources, url, columns)
@@ -129,6 +135,9 @@ def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt]) -
             yield f"{setting}: {error}"
         else:
             firsts.update(zip([setting], prompts, strict=False))
+            held_out += len(prompts) if setting.endswith("validation") else 0
+    if family is not None and room:
+        yield from storage_problems(spec, sources, held_out, room)
 
 
 def _adapters(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from flowfleet.models.weight_files import check_model
+from flowfleet.planning.storage import held_steps, latent_elements, prompt_bytes, storage
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.prompts.sources import Sources
 
@@ -91,6 +92,23 @@ def size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Itera
     for setting, pixels in sides.items():
         if pixels is not None and pixels % multiple:
             yield f"{setting} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
+
+
+def storage_problems(spec: JobSpec, sources: Sources, held_out: int, room: int) -> Iterator[str]:
+    """Samples that would not fit Redis, where the model's configurations say how large they are."""
+    folder = hub.configurations(sources.places.pipeline(spec.model.path))
+    latent = 0 if spec.writes_tokens else latent_elements(folder, spec.rollout.size)
+    if latent is None:
+        return
+    stored = storage(spec, latent=latent, embeds_bytes=prompt_bytes(folder, spec), held_out=held_out)
+    if stored.needed > room:
+        yield (
+            f"schedule.save_every = {spec.schedule.save_every}: samples of {held_steps(spec)} steps are kept for "
+            f"recovery, and the job would hold {stored.needed / 2**30:.3g} GiB in Redis ({stored}), where jobs pause "
+            f"above {room / 2**30:.3g} GiB: lower schedule.save_every, schedule.keep_last, schedule.keep_pictures or "
+            "schedule.validation_samples, or have the operator move blobs out of Redis (FLOWFLEET_BLOBS) or give it "
+            "more memory"
+        )
 
 
 def _pixel_multiple(path: Path, family: ModelFamily) -> int:

@@ -101,3 +101,31 @@ async def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dic
     with pytest.raises(InvalidJob) as refused:
         await check(parse({**DEFAULT, **job}), directory, Sources(Places()), Limits())
     assert problem in refused.value.problems
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("room", "parts"),
+    [
+        (40, {"schedule": {"save_every": 100}}),  # trajectories of 201 steps
+        (40, {"schedule": {"save_every": 1, "keep_pictures": 10_000}}),
+        (40, {"schedule": {"save_every": 1, "validation_samples": 64}}),
+        (0, {"schedule": {"save_every": 100}}),
+        (40, {}),
+    ],
+)
+async def test_a_job_whose_samples_do_not_fit_redis_is_refused_at_submit(
+    tiny_qwen_image: Path, tmp_path: Path, room: int, parts: dict[str, Any]
+) -> None:
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    data = {"train": str(tmp_path / "p.txt"), "validation": str(tmp_path / "p.txt")}
+    rollout = {"height": 512, "width": 512, "prompts_per_step": 1, "group_size": 2, "batch_size": 2}
+    schedule = {"steps": 10_000, "save_every": 1, "keep_last": 1, "keep_pictures": 0, **parts.get("schedule", {})}
+    job = {**DEFAULT, "model": {"path": str(tiny_qwen_image)}, "data": data, "rollout": rollout, "schedule": schedule}
+    spec, problems = parse(job), list[str]()
+    sources = Sources(Places.of([tmp_path, tiny_qwen_image], [], tmp_path / "state"))
+    try:
+        await check(spec, StaticDirectory({"ocr": "x:1"}), sources, Limits(), room=room * 2**20)
+    except InvalidJob as error:
+        problems = [problem for problem in error.problems if "GiB in Redis" in problem]
+    assert len(problems) == bool(room and parts)
