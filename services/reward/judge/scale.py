@@ -6,6 +6,9 @@ With the answers "yes" = 1 and "no" = 0 that is P(yes) / (P(yes) + P(no)), as VQ
 it is G-Eval's weighting (Liu and others, 2023). Tokens count without white space, marks and capitals around them. Where
 an answer begins another ("1" and "10"), the model's next tokens distinguish them; such a beginning that
 the model did not take counts for neither. Without log-probabilities the value is that of the answer in the text.
+
+A text is read only where it gives one answer. It gives none where it names several in one breath ("yes or no"), denies
+one ("not yes"), refuses, or was cut off before its answer was complete.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from services.reward.judge.answers import Answer, Token
@@ -24,6 +28,25 @@ MARKS = "*_\"'`.,:;()[]<>#"
 MAX_ANSWERS = 101
 
 Take = Literal["first", "last"]
+
+_BREATH = (
+    r"[\s\"'*_`]*(?:\b(?:or|and|nor|to|versus|vs\.?|but|but also|through)\b|[-–|])[\s\"'*_`]*(?:an? |also )?[\"'*_`]*"
+)
+"""Between answers that are named together."""
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|neither|nor|than|over|instead of)|n't)\s+(?:[\w']+\s+){0,2}[\"'*_`]*$|\bout of\s*$",
+    re.IGNORECASE,
+)
+"""Before an answer that is not given."""
+_REFUSED = re.compile(
+    r"\b(?:can(?:not|'t| not)|could(?:n't| not)|wo(?:n't|uld not)|will not|rather not|refuse to|decline to|unable to|"
+    r"not able to|(?:impossible|hard|difficult|not possible|no way) to)\s+(?:\w+\s+){0,2}?(?:answer|say|tell|determine|"
+    r"assess|judge|evaluate|decide|rate|score|provide|give|comply|help|assist|confirm|verify|comment|choose|pick)\b|"
+    r"\b(?:sorry|apologi[sz]e|as an? (?:ai|language|assistant)|(?:do not|don't) know|not sure|unsure|uncertain|"
+    r"no (?:idea|comment|opinion|answer|clear answer)|n/a|inconclusive)\b",
+    re.IGNORECASE,
+)
+"""What a refusal says."""
 
 
 @dataclass(frozen=True)
@@ -76,38 +99,57 @@ class Scale:
         min_mass: a text that names none still counts where the scale's answers have this much probability at its
         beginning ("Well, …"). ValueError says why an answer cannot be read.
         """
-        text = "".join(token.text for token in answer.tokens) or answer.text
-        found = self._named(text, take)
-        if found is None:
-            reading = None if self._numbers_in(text) else self._by_tokens(answer.tokens, _first_word(answer.tokens))
+        text = ("".join(token.text for token in answer.tokens) or answer.text).replace("’", "'")
+        named = self._mentions(text)
+        given = [one for one in named if not self._is_retracted(text, one)]
+        if given and take == "last":  # a clause that names several has not come to one
+            start = max(text.rfind(mark, 0, given[-1].start()) for mark in ".!?:;\n")
+            last = [one for one in given if one.start() > start]
+            given = last if len({one[0].lower() for one in last}) == 1 else []
+        match = (given[0 if take == "first" else -1]) if given else None
+        if (named and not given) or _refuses(text, match, take):
+            raise ValueError(f"the answer {answer.shown} refuses, or names no one answer of the scale {self}")
+        if answer.truncated and (take == "last" or (match and self._is_cut(text, match))):
+            raise ValueError(f"the answer {answer.shown} ends before it is complete: raise max_tokens of the rubric")
+        if match is None:
+            reading = self._by_tokens(answer.tokens, _first_word(answer.tokens))
             if reading is None or reading.mass is None or reading.mass < min_mass:
                 raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
             return reading
-        name, place = found
+        name, place = match[0].lower(), match.start()
+        low, high = self.range
+        if name not in self.values and ("." not in name or not low <= float(name) <= high):
+            raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
         if name in self.values:
             reading = self._by_tokens(answer.tokens, _token_at(answer.tokens, place))
             return reading or Reading(self.values[name])
         return Reading(float(name))
 
-    def _named(self, text: str, take: Take) -> tuple[str, int] | None:
-        """An answer, or a number between answers, and where in the text it begins."""
-        matches = self._numbers_in(text) if self.is_numeric else list(self._pattern.finditer(text))
-        if not matches:
-            return None
-        match = matches[0 if take == "first" else -1]
-        name = match[0].lower()
-        low, high = self.range
-        if self.is_numeric and name not in self.values and ("." not in name or not low <= float(name) <= high):
-            return None
-        return name, match.start()
+    def _mentions(self, text: str) -> list[re.Match[str]]:
+        """Answers in the text, and on a numeric scale all numbers."""
+        before = r"(?<![\w./-])" if self.is_numeric else r"(?<!\w)"
+        return list(re.finditer(rf"{before}(?:{self._pattern})(?!\w)", text, re.IGNORECASE))
 
-    def _numbers_in(self, text: str) -> list[re.Match[str]]:
-        return list(re.finditer(r"(?<![\w./-])\d+(?:\.\d+)?(?!\w)", text)) if self.is_numeric else []
+    def _is_retracted(self, text: str, mention: re.Match[str]) -> bool:
+        """True for a mention that is denied, or stands with another answer in one breath."""
+        answer = f"(?:{self._pattern})"
+        breath = _BREATH if self.is_numeric else rf"{_BREATH}|\s*/\s*"
+        several = rf"(?:\s*,\s*{answer})*(?:\s*,)?(?:{breath}){answer}(?!\w)"
+        in_turn = rf"[\s.,;:!?…]+{answer}(?=\s*(?:[.,;:!?…]|$))"
+        listed = rf"(?<!\w){answer}(?:{several}|{in_turn})+"
+        spans = [one.span() for one in re.finditer(listed, text, re.IGNORECASE)]
+        is_listed = any(start <= mention.start() < end for start, end in spans)
+        return is_listed or _DENIED.search(text, 0, mention.start()) is not None
 
-    @property
-    def _pattern(self) -> re.Pattern[str]:
+    def _is_cut(self, text: str, match: re.Match[str]) -> bool:
+        """True if what follows the end of the text might have continued the answer itself."""
+        is_alone = not _clean(text[: match.start()])
+        return not text[match.end() :].strip() and (not is_alone or self._begins_another(match[0].lower()))
+
+    @cached_property
+    def _pattern(self) -> str:
         longest_first = sorted(self.values, key=len, reverse=True)
-        return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
+        return r"\d++(?:\.\d++)?+" if self.is_numeric else "|".join(map(re.escape, longest_first))
 
     def _by_tokens(self, tokens: Sequence[Token], start: int | None) -> Reading | None:
         """None where the tokens say nothing of the scale."""
@@ -171,6 +213,20 @@ def _joined(begun: str, text: str) -> str:
     if not begun:
         return _clean(text)
     return begun + _clean(text) if text[:1].isalnum() else begun
+
+
+def _refuses(text: str, answer: re.Match[str] | None, take: Take) -> bool:
+    """True if the text refuses before its answer is given, or, without one, anywhere. An answer that begins the text is
+    given, whatever follows."""
+    start, end = 0, len(text)
+    if answer is not None:
+        if take == "last":
+            start = max(text.rfind(mark, 0, answer.start()) for mark in ".!?\n") + 1
+        end = min((at for mark in ".!?\n" if (at := text.find(mark, answer.end())) >= 0), default=end)
+        if not _clean(text[start : answer.start()]):
+            refusal = _REFUSED.match(text, answer.start())
+            return refusal is not None
+    return _REFUSED.search(text, start, end) is not None
 
 
 def _first_word(tokens: Sequence[Token]) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.judge.answers import Answer, Token
-from services.reward.judge.scale import Scale
+from services.reward.judge.scale import Scale, Take
 
 YES_NO = Scale.parse("yes/no")
 
@@ -132,3 +133,93 @@ def test_a_log_probability_of_minus_infinity_is_zero() -> None:
 def test_bad_scales(scale: str | dict[str, float]) -> None:
     with pytest.raises(ValueError, match="scale"):
         Scale.parse(scale)
+
+
+NONE = None
+CORPUS = {
+    "yes/no": [
+        # text, value by the first answer, by the last
+        ("Yes", 1.0, 1.0),
+        ("**No**.", 0.0, 0.0),
+        ("The picture is sharp. Yes.", 1.0, 1.0),
+        ("Answer (yes or no): yes", 1.0, 1.0),
+        ("Yes or no? I'd say no.", 0.0, 0.0),
+        ("No, I cannot see any text", 0.0, 0.0),
+        ("Yes, there is no text", 1.0, NONE),
+        ("I cannot answer yes or no.", NONE, NONE),
+        ("Neither yes nor no.", NONE, NONE),
+        ("I'm unable to say yes or no to this.", NONE, NONE),
+        ("I am unable to tell; yes", NONE, NONE),
+        ("I can\u2019t tell, but yes", NONE, NONE),
+        ("Sorry, I can't help with that: no", NONE, NONE),
+        ("As an AI, I would say yes", NONE, NONE),
+        ("It's impossible to say. yes/no", NONE, NONE),
+        ("Not sure, maybe yes", NONE, NONE),
+        ("No idea.", NONE, NONE),
+        ("It is not yes", NONE, NONE),
+        ("Yes and no", NONE, NONE),
+        ("Yes. No.", NONE, NONE),
+        ("Yes, but also no.", NONE, NONE),
+        ("yes/no", NONE, NONE),
+    ],
+    "1-5": [
+        ("4", 4.0, 4.0),
+        ("Rating: 3/5", 3.0, 3.0),
+        ("4 out of 5", 4.0, 4.0),
+        ("On a scale of 1 to 5, I give 4", 4.0, 4.0),
+        ("I give it a 4, not a 5", 4.0, 4.0),
+        ("3 or 4", NONE, NONE),
+        ("2, 3 or 4", NONE, NONE),
+        ("3-4", NONE, NONE),
+        ("between 2 and 4", NONE, NONE),
+        ("not 5", NONE, NONE),
+        ("5. 1.", NONE, NONE),
+        ("I can't rate this from 1 to 5", NONE, NONE),
+        ("I won't rate it, but 3", NONE, NONE),
+    ],
+}
+CASES = [(scale, *case) for scale, cases in CORPUS.items() for case in cases]
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("take", ["first", "last"])
+@pytest.mark.parametrize(("scale", "text", "first", "last"), CASES)
+def test_a_text_is_read_only_where_it_gives_one_answer(
+    scale: str, text: str, first: float | None, last: float | None, take: Take, with_tokens: bool
+) -> None:
+    """Tokens would give half of the probability of each place to an answer of the scale."""
+    names = list(Scale.parse(scale).values)
+    tokens = tuple(
+        Token(part, math.log(0.6), ((part, math.log(0.6)), (names[0], math.log(0.2)), (names[1], math.log(0.2))))
+        for part in re.findall(r"\W*\w+|\W+$", text)
+    )
+    said = Answer(text, tokens if with_tokens else ())
+    expected = first if take == "first" else last
+    if expected is None:
+        with pytest.raises(ValueError, match="refuses, or names no one answer"):
+            Scale.parse(scale).read(said, take)
+    elif with_tokens:
+        assert Scale.parse(scale).read(said, take).mass is not None
+    else:
+        assert Scale.parse(scale).read(said, take).value == expected
+
+
+@pytest.mark.parametrize(
+    ("scale", "text", "take", "is_read"),
+    [
+        ("yes/no", "Yes", "first", True),  # of rubrics with one token
+        ("yes/no", "Yes, because the sign", "first", True),
+        ("yes/no", "The answer is no", "first", False),  # or "not clear"
+        ("yes/no", "At first yes, but looking at", "last", False),
+        ("1-5", "4", "first", True),
+        ("1-10", "1", "first", False),
+        ("1-5", "The rating is 4", "first", False),  # or 4.5
+    ],
+)
+def test_an_answer_that_is_cut_off_is_not_read(scale: str, text: str, take: Take, is_read: bool) -> None:
+    said = Answer(text, truncated=True)
+    if is_read:
+        Scale.parse(scale).read(said, take)
+    else:
+        with pytest.raises(ValueError, match="ends before it is complete: raise max_tokens"):
+            Scale.parse(scale).read(said, take)
