@@ -135,7 +135,7 @@ def latent_elements(folder: Path, size: Size) -> int | None:
         time = config.get("scale_factor_temporal") or 2 ** sum(config.get("temperal_downsample", ()))
         frames = 1 + (size.num_frames - 1) // time
         return int(channels * frames * (size.height // space) * (size.width // space))
-    except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # the adapter will say why
         return None
 
 

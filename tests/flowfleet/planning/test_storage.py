@@ -50,10 +50,13 @@ def test_latents_and_prompts_are_those_of_the_model(tiny_qwen_image: Path, size:
     assert prompt_bytes(tiny_qwen_image, spec) == pytest.approx(facts.embeds_bytes, rel=0.02)
 
 
-def test_a_checkpoint_that_does_not_say_has_no_size(tmp_path: Path) -> None:
-    assert latent_elements(tmp_path, Size(64, 64, 1)) is None
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"z_dim": "many"}', '{"z_dim": 16, "dim_mult": [1], "scale_factor_spatial": "x"}', None]
+)
+def test_a_checkpoint_that_does_not_say_has_no_size(tmp_path: Path, config: str | None) -> None:
     (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text('{"z_dim": "many"}')
+    if config is not None:
+        (tmp_path / "vae" / "config.json").write_text(config)
     assert latent_elements(tmp_path, Size(64, 64, 1)) is None
 
 
