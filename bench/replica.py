@@ -38,7 +38,7 @@ class Replica:
 
 def exposition(url: str) -> str:
     """The text of a Prometheus endpoint."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as answer:
         return str(answer.read().decode())
 
 

@@ -66,7 +66,7 @@ def rehearse(load: Load, folder: Path) -> dict[str, Any]:
 
 async def _measure(load: Load, server: RedisServer, pids: Mapping[str, int], url: str, folder: Path) -> dict[str, Any]:
     store = redis.Redis.from_url(server.url)
-    async with httpx.AsyncClient(base_url=url, timeout=REST_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=REST_TIMEOUT_S, trust_env=False) as client:
         submitted = await _submit(client, load, folder)
         warm = await _warm_up(store, load, submitted)
         commands: Any = store.info()

@@ -51,7 +51,9 @@ class Trainer(ScriptedTrainer):
         if self._given.get(replica.replica_id) == request.version:
             return trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True)
         if replica.address not in self._channels:
-            self._channels[replica.address] = grpc.aio.insecure_channel(replica.address)
+            self._channels[replica.address] = grpc.aio.insecure_channel(
+                replica.address, options=[("grpc.enable_http_proxy", 0)]
+            )
         stub = rollout_pb2_grpc.RolloutServiceStub(self._channels[replica.address])
         which: dict[str, Any] = {"job_id": request.job_id, "version": request.version}
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from flowfleet.client.progress import follow
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job, shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.models.registry import Engine
+from flowfleet.process.proxies import direct_to_loopback
 from flowfleet.process.pulse import HANG_S
 
 app = typer.Typer(
@@ -53,7 +55,7 @@ def _version(wanted: bool) -> None:
 def _main(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    os.environ.update(direct_to_loopback(os.environ))
 
 
 app.add_typer(cli_rewards.app, name="rewards")

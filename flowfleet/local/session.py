@@ -23,6 +23,7 @@ from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 from flowfleet.local.supervision.supervisor import Supervisor
+from flowfleet.process.proxies import direct_to_loopback
 from flowfleet.process.service import API_KEY
 from flowfleet.redis.server import command
 from flowfleet.rpc.tls import TLS_DIR
@@ -130,7 +131,7 @@ def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[s
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, **direct_to_loopback(os.environ), "PYTHONSAFEPATH": "1"},
         start_new_session=True,
         text=True,
     )

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from flowfleet.process.forkserver import MESSAGE_BYTES, Order
+from flowfleet.process.proxies import is_proxy_variable
 from flowfleet.process.service import PATIENT_THREADS
 
 FORK_SERVER: Final = "FLOWFLEET_FORK_SERVER"
@@ -64,7 +65,9 @@ def fixed_digest(env: Mapping[str, str]) -> str:
     fixed = {
         name: value
         for name, value in env.items()
-        if name not in _LATE and (name.startswith(_EARLY) or not name.startswith("FLOWFLEET_"))
+        if name not in _LATE
+        and not is_proxy_variable(name)
+        and (name.startswith(_EARLY) or not name.startswith("FLOWFLEET_"))
     }
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from typing import BinaryIO, cast
+from urllib.parse import urlsplit
 
+from flowfleet.process.service import is_loopback
 from flowfleet.prompts import hub
 from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.formats import format_of, parse_prompts
@@ -65,7 +67,8 @@ def _download(url: str) -> BinaryIO:
     import httpx
 
     try:
-        response = httpx.get(url, follow_redirects=True, timeout=60.0).raise_for_status()
+        by_proxy = not is_loopback(urlsplit(url).hostname or "")
+        response = httpx.get(url, follow_redirects=True, timeout=60.0, trust_env=by_proxy).raise_for_status()
     except httpx.HTTPError as error:
         raise ValueError(f"{url}: cannot be read: {error}") from None
     return io.BytesIO(response.content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from flowfleet.local.stack import Stack
 from flowfleet.process.forks import FORK_SERVER
 from flowfleet.redis.client import connect_sync
 from tests.forks import address
+from tests.proxies import DEAD, PROXIES
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
@@ -72,8 +73,12 @@ def make_fleet(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         usual: dict[str, Any] = {"rewards": ("ocr",), "model": str(ROOT / "recipes/tiny/model"), "port": 0}
         options = usual | options | {"data_roots": (ROOT, tmp_path_factory.getbasetemp())}
         state = tmp_path_factory.mktemp("stack")
-        with local_stack(StackOptions(state_dir=state, **options)) as stack, Client(stack.url) as client:
-            yield Fleet(stack, client)
+        with ExitStack() as exits:
+            with pytest.MonkeyPatch.context() as patch:  # no proxy stands between the services of one machine
+                for name in PROXIES:
+                    patch.setenv(name, DEAD)
+                stack = exits.enter_context(local_stack(StackOptions(state_dir=state, **options)))
+            yield Fleet(stack, exits.enter_context(Client(stack.url)))
             assert_nothing_refused(stack.redis_url)
 
     return make

@@ -48,7 +48,7 @@ def _http_serves(url: str, timeout_s: float) -> bool:
 
 
 def _grpc_serves(address: str, timeout_s: float) -> bool:
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:

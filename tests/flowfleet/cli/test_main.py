@@ -31,6 +31,7 @@ from flowfleet.redis.client import connect_sync
 from services.controller.store.records import SampleRecord
 from services.controller.store.store import Store
 from tests.flowfleet.idle_controller import in_store, job_settings
+from tests.proxies import DEAD, PROXIES
 
 Run = Callable[..., Result]
 
@@ -430,6 +431,8 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     for name in ("FLOWFLEET_URL", API_KEY):
         monkeypatch.delenv(name, raising=False)
+    for name in PROXIES:
+        monkeypatch.setenv(name, DEAD)
 
     def flowfleet(*words: str) -> Any:
         return subprocess.run([sys.executable, "-m", "flowfleet.cli.main", *words], capture_output=True, text=True)
@@ -446,7 +449,9 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
             assert list(client.fleet().rewards) == ["jpeg_compressibility"]
         with connect_sync(stack.redis_url) as redis:
             assert redis.config_get("appendfsync") == {"appendfsync": "everysec"}
-        assert httpx.get(f"{stack.url}/v1/jobs").status_code == 401  # as other users of this machine get it
+        assert (
+            httpx.get(f"{stack.url}/v1/jobs", trust_env=False).status_code == 401
+        )  # as other users of this machine get it
         assert stack.page == f"{stack.url}/#key={secrets.read(tmp_path / 'runs/local/secrets', 'controller')[API_KEY]}"
         assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
         monkeypatch.chdir("/")
