@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fastapi import Request
@@ -17,6 +18,8 @@ TIMEOUT_S = 30.0
 MAX_DEPTH = 32
 MAX_VALUES = 5000
 """A job has about a hundred."""
+MAX_TEXT = 65_536
+"""Characters of a text; longer ones go into files."""
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -96,6 +99,22 @@ def _check_text(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidRequest("the body holds half of a surrogate pair, which is not a character") from None
+    for text in _texts(value):
+        if len(text) > MAX_TEXT or "\0" in text:
+            what = "a character NUL" if "\0" in text else f"more than {MAX_TEXT} characters"
+            raise InvalidRequest(
+                f"the body holds a text with {what}, which begins {text[:40]!r}: shorten or correct it"
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a body whose depth is bounded, names too."""
+    if isinstance(value, str):
+        yield value
+    for child in _children(value):
+        yield from _texts(child)
+    if isinstance(value, dict):
+        yield from value
 
 
 def _children(value: Any) -> list[Any]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -21,28 +24,46 @@ WRITE_TIMEOUT_S = 60.0
 """A client that reads nothing of its response for so long is cut off."""
 
 
+_ALL = ("", "")
+_SHARE = {"key": 4, "address": 2}
+"""A key may hold a fourth of the event streams, an address, which a proxy may give to many callers, a half."""
+
+
 class Streams:
-    """Counts the open event streams."""
+    """Counts the open event streams, in all and by caller."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._open = most, 0
+        self._most = most
+        self._open: Counter[tuple[str, str]] = Counter()
 
-    def counted(self, stream: AsyncIterator[str]) -> AsyncIterator[str]:
-        """The same stream, counted until it ends. Raises Unavailable (503) above the limit."""
-        if self._open >= self._most:
-            raise Unavailable(
-                f"{self._most} event streams are open, which is the limit: close some, ask for pages of events, or "
-                "raise --max-streams"
-            )
-        return self._count(stream)
+    def counted(
+        self, stream: AsyncIterator[str], callers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator[str]:
+        """The same stream, counted until it ends. `callers`: its key's name and its address, each of which has a share.
+        Raises Unavailable (503) above a limit."""
+        advice = "close some, ask for pages of events, or raise --max-streams"
+        if self._open[_ALL] >= self._most:
+            raise Unavailable(f"{self._most} event streams are open, which is the limit: {advice}")
+        for kind, name in callers.items():
+            if self._open[kind, name] >= (share := max(1, self._most // _SHARE[kind])):
+                raise Unavailable(f"the {kind} {name} has {share} event streams open, which is its share: {advice}")
+        counted = self._until_end(stream, lambda: end())
+        self._count((_ALL, *callers.items()), 1)
+        end = weakref.finalize(counted, self._count, (_ALL, *callers.items()), -1)  # also of one that never begins
+        return counted
 
-    async def _count(self, stream: AsyncIterator[str]) -> AsyncIterator[str]:
-        self._open += 1
+    async def _until_end(self, stream: AsyncIterator[str], end: Callable[[], object]) -> AsyncIterator[str]:
         try:
             async for text in stream:
                 yield text
         finally:
-            self._open -= 1
+            end()
+
+    def _count(self, callers: Iterable[tuple[str, str]], number: int) -> None:
+        for caller in callers:
+            self._open[caller] += number
+            if not self._open[caller]:
+                del self._open[caller]
 
 
 def file_limit(most: int) -> int:

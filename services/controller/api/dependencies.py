@@ -93,6 +93,12 @@ Who = Annotated[Holder, Depends(_holder)]
 """Caller, where the guard lets no stranger in."""
 
 
+def callers_of(request: Request, who: Holder) -> dict[str, str]:
+    """Name and address of a caller, whose shares are limited; empty on a controller without keys, which serves its
+    machine alone."""
+    return {"key": who.name, "address": request.client.host if request.client else ""} if who.name else {}
+
+
 def job_id_of(job_id: str) -> str:
     """The id, if it is one. Raises NotFound."""
     if not _JOB_ID.fullmatch(job_id):

@@ -1,7 +1,8 @@
 """Prompt files that users sent, in the controllers' shared state directory: `uploads/SHA256/NAME`.
 
-A file is written under another name, checked against its digest, and renamed, so what has its name is whole. It is
-never changed. It goes with the last job that names it, a day after it was last sent or submitted.
+A file is written under another name, checked against its digest, and renamed, so what has its name is whole. Other
+users cannot open it, and nothing changes it. It goes with the last job that names it, a day after it was last sent or
+submitted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -25,7 +27,12 @@ GRACE_S: Final = 24 * 3600.0
 SWEEP_EVERY_S: Final = 3600.0
 AT_ONCE: Final = 4
 """Uploads that are written at once; others wait."""
+OF_A_CALLER: Final = 2
+"""Uploads of one caller among these."""
 _PIECE: Final = 1 << 20
+_PRIVATE: Final = 0o700
+_OWN: Final = 0o600
+_READ_ONLY: Final = 0o400
 _PART: Final = "part-"
 
 
@@ -36,6 +43,7 @@ class Uploads:
         self._folder = state_dir.resolve() / FOLDER
         self._file_bytes, self._all_bytes = file_bytes, all_bytes
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._own_slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(OF_A_CALLER))
 
     def check(self, digest: str, name: str, size_bytes: int) -> None:
         """Raises TooLarge for a file of this size, Full where the uploads have no room for it next to the others."""
@@ -46,13 +54,13 @@ class Uploads:
                 "not needed, or have the operator raise --limit uploads_bytes"
             )
 
-    async def put(self, digest: str, name: str, body: AsyncIterator[bytes]) -> int:
-        """Stores a file and returns its size. Raises TooLarge, Full, and InvalidRequest for another content than the
-        digest's."""
-        async with self._slots:
+    async def put(self, digest: str, name: str, body: AsyncIterator[bytes], caller: str = "") -> int:
+        """Stores a file and returns its size. `caller`: name of the key that sends it, of which others wait for each
+        other. Raises TooLarge, Full, and InvalidRequest for another content than the digest's."""
+        async with self._own_slots[caller], self._slots:
             part = self._folder / f"{_PART}{uuid.uuid4().hex}"
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self._folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
                 size = await self._write(part, digest, body)
                 await asyncio.to_thread(self.check, digest, name, size)
                 await asyncio.to_thread(self._keep, part, self._folder / digest, name)
@@ -79,13 +87,14 @@ class Uploads:
 
     async def _write(self, part: Path, digest: str, body: AsyncIterator[bytes]) -> int:
         found, size = hashlib.sha256(), 0
-        with part.open("xb") as file:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWN), "wb") as file:
             async for data in _pieces(body):
                 size += len(data)
                 self._check_size(size)
                 found.update(data)
                 await asyncio.to_thread(file.write, data)
             await asyncio.to_thread(_sync, file)
+            os.fchmod(file.fileno(), _READ_ONLY)
         if found.hexdigest() != digest:
             raise InvalidRequest(f"the body's SHA-256 is {found.hexdigest()}, not the path's: send the file again")
         return size
@@ -98,7 +107,7 @@ class Uploads:
             )
 
     def _keep(self, part: Path, folder: Path, name: str) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(_PRIVATE, exist_ok=True)
         os.replace(part, folder / name)
         os.utime(folder)
 

@@ -76,8 +76,11 @@ class Places:
             return self._of_upload(place)
         try:
             found = Path(os.path.realpath(place.removeprefix("file://")))
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                found.lstat()
         except (OSError, ValueError) as error:  # a name that no file can have
-            raise NotAllowed(f"{_shown(place)} cannot be a path: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise NotAllowed(f"{_shown(place)} cannot be a path: {reason}") from None
         self._check_resolved(found, place)
         return found
 

@@ -16,7 +16,7 @@ from flowfleet.api.samples import Purpose
 from flowfleet.api.samples import Sample as StoredSample
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
-from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use, Who
+from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use, Who, callers_of
 from services.controller.api.keys import Holder
 from services.controller.store.credits import Trained
 from services.controller.store.records import Order, SampleRecord, Validation
@@ -101,15 +101,15 @@ async def events(
     seen, asked = _event_id(last_event_id), _event_id(cursor)
     after = seen or asked
     if "text/event-stream" in request.headers.get("accept", ""):
-        return await _stream(job_id, use, who, after)
+        return await _stream(request, job_id, use, who, after)
     items = await use.store.events.read(job_id, after, limit)
     return Page(items=items, next_cursor=items[-1].id if len(items) == limit else None)
 
 
-async def _stream(job_id: str, use: Services, who: Holder, after: str | None) -> Response:
+async def _stream(request: Request, job_id: str, use: Services, who: Holder, after: str | None) -> Response:
     if after and (await use.store.jobs.status(job_id)).terminal and not await use.store.events.read(job_id, after, 1):
         return Response(status_code=204)  # tells an EventSource not to come back
-    content = use.streams.counted(sse.stream(use.feed, who, job_id, after))
+    content = use.streams.counted(sse.stream(use.feed, who, job_id, after), callers_of(request, who))
     return StreamingResponse(content, media_type="text/event-stream", headers=sse.HEADERS)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from flowfleet.api.jobs import JobStatus
 from flowfleet.api.overview import JobRow
 from services.controller.api import sse
-from services.controller.api.dependencies import KnownStatus, Limit, Page, Services, Use, Who, job_id_of
+from services.controller.api.dependencies import KnownStatus, Limit, Page, Services, Use, Who, callers_of, job_id_of
 
 router = APIRouter(prefix="/v1", tags=["page"])
 
@@ -39,11 +39,14 @@ async def overview(
 
 @router.get("/stream", response_class=Response, responses=_STREAM)
 async def stream(
-    use: Use, who: Who, job: Annotated[str | None, Query(description="The job whose events come too.")] = None
+    request: Request,
+    use: Use,
+    who: Who,
+    job: Annotated[str | None, Query(description="The job whose events come too.")] = None,
 ) -> Response:
     """Server-sent events: `hello`, `jobs`, `fleet`, `event`, `reset`, and `end`."""
     after = None if job is None else await _newest(use, job_id_of(job))
-    content = use.streams.counted(sse.page(use.feed, who, job, after))
+    content = use.streams.counted(sse.page(use.feed, who, job, after), callers_of(request, who))
     return StreamingResponse(content, media_type="text/event-stream", headers=sse.HEADERS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -111,6 +112,29 @@ async def test_a_stream_counts_until_it_ends() -> None:
         streams.counted(endless())
     await first.aclose()  # type: ignore[attr-defined]
     streams.counted(endless())
+
+
+async def test_no_key_and_no_address_holds_all_streams() -> None:
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            yield "text"
+
+    streams, kept = Streams(16), list[AsyncIterator[str]]()
+
+    def opened(key: str, address: str) -> int:
+        before = len(kept)
+        with contextlib.suppress(Unavailable):
+            while True:  # before any of them is read
+                kept.append(streams.counted(endless(), {"key": key, "address": address}))
+        return len(kept) - before
+
+    assert [opened("looks", address) for address in ("a", "b")] == [4, 0]
+    assert [opened(f"key {number}", "a") for number in range(3)] == [4, 0, 0]
+    assert opened("another", "b") == 4
+    await anext(kept[0])
+    await kept[0].aclose()  # type: ignore[attr-defined]
+    kept.clear()
+    assert opened("looks", "a") == 4
 
 
 def test_streams_leave_room(settings: ControllerSettings) -> None:

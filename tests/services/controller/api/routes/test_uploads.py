@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import stat
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from services.controller.api.routes import uploads as api_uploads
 from services.controller.jobs.submission.checks import parse
 from services.controller.jobs.submission.opening import open_job
 from services.controller.limits import Limits
-from services.controller.prompts.uploads import GRACE_S
+from services.controller.prompts.uploads import AT_ONCE, GRACE_S, Uploads
 from services.controller.reading.places import NotAllowed
 from services.controller.retention.keep import Keep
 from services.controller.retention.keeper import Keeper
@@ -103,6 +104,55 @@ async def test_a_body_that_pauses_is_ended(api: Api, monkeypatch: pytest.MonkeyP
     answer = await api.client.put(f"/v1/uploads/{sha256(b'a')}/a.txt", content=slow())
     assert answer.status_code == 408
     assert stored(api) == []
+
+
+async def test_a_body_that_trickles_is_ended(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_uploads, "SILENCE_S", 0.2)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"a"
+            await asyncio.sleep(0.01)
+
+    answer = await api.client.put(f"/v1/uploads/{sha256(b'a' * 200)}/a.txt", content=trickle())
+    assert (answer.status_code, "bytes a second" in answer.json()["detail"]) == (408, True)
+
+
+async def test_one_caller_never_holds_all_slots(tmp_path: Path) -> None:
+    uploads, go, begun = Uploads(tmp_path, 100, 1000), asyncio.Event(), list[str]()
+
+    async def held(caller: str) -> AsyncIterator[bytes]:
+        begun.append(caller)
+        await go.wait()
+        yield b"a"
+
+    greedy = [asyncio.create_task(uploads.put(sha256(b"a"), "a.txt", held("greedy"), "greedy")) for _ in range(9)]
+    other = asyncio.create_task(uploads.put(sha256(b"a"), "b.txt", held("other"), "other"))
+    while "other" not in begun:
+        await asyncio.sleep(0.01)
+    assert len(begun) < AT_ONCE
+    go.set()
+    assert await asyncio.gather(*greedy, other) == [1] * 10
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+async def test_nobody_changes_an_upload_after_its_digest_was_checked(api: Api, tmp_path: Path, umask: int) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield PROMPTS
+        assert modes(tmp_path, "part-*") == [0o600]
+
+    before = os.umask(umask)
+    try:
+        sent = await api.client.put(f"/v1/uploads/{sha256(PROMPTS)}/prompts.jsonl", content=body())
+    finally:
+        os.umask(before)
+    assert sent.status_code == 201
+    found = [modes(tmp_path, name) for name in ("uploads", sha256(PROMPTS), "prompts.jsonl")]
+    assert found == [[0o700], [0o700], [0o400]]
+
+
+def modes(folder: Path, name: str) -> list[int]:
+    return [stat.S_IMODE(path.stat().st_mode) for path in folder.rglob(name)]
 
 
 async def test_a_job_reads_uploads_alone_by_that_name(api: Api, job: Any) -> None:
