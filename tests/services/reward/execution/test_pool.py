@@ -39,7 +39,7 @@ MAX_PART = ProcessLimits().max_part
 
 class Obedient(Scorer[str]):
     """Scores the number that the prompt is. A prompt "kill once PATH" kills the process if PATH does not exist yet,
-    "kill" always, "fail" raises, "pid" gives the process, "sleep" takes two seconds, "hang" forever."""
+    "kill" always, "fail" raises, "pid" gives the process, "sleep" takes half a second, "hang" forever."""
 
     name, version, score_range = "obedient", "1", (0.0, 1.0)
 
@@ -56,7 +56,7 @@ class Obedient(Scorer[str]):
                 Path(path).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if word in ("sleep", "hang"):
-            time.sleep(2.0 if word == "sleep" else 10_000.0)
+            time.sleep(0.5 if word == "sleep" else 10_000.0)
         return {"kill": 0.5, "pid": float(os.getpid()), "sleep": 0.25}.get(word) or float(prompt)
 
 
@@ -125,7 +125,7 @@ def test_all_processes_get_some_of_a_batch(obedient: tuple[ProcessPool, Collecto
     before, start = busy() or 0.0, time.perf_counter()
     assert [outcome.value for outcome in pool(asked(*["sleep"] * 4), "") if isinstance(outcome, Score)] == [0.25] * 4
     took_s, busy_s = time.perf_counter() - start, (busy() or 0.0) - before
-    assert busy_s >= 8.0
+    assert busy_s >= 2.0
     assert took_s < busy_s  # one process alone is never busy for longer than it takes
     pids = {outcome.value for outcome in pool(asked(*["sleep", "pid"] * 2), "") if isinstance(outcome, Score)} - {0.25}
     assert len(pids) == 2
