@@ -100,21 +100,21 @@ async def _start(
     feed = Feed(store, sessions, lambda: seen_of_fleet(runner, platform.directory), closing)
     stack.push_async_callback(end, feed.tasks())
     services = Services(
-        settings,
-        redis,
-        store,
-        blobs,
-        platform.directory,
-        runner,
-        sources,
-        registry,
-        Memory(redis, settings.keep),
-        Streams(settings.max_streams),
-        settings.uploads,
-        keys,
-        sessions,
-        feed,
-        closing,
+        settings=settings,
+        redis=redis,
+        store=store,
+        blobs=blobs,
+        directory=platform.directory,
+        runner=runner,
+        sources=sources,
+        registry=registry,
+        memory=Memory(redis, settings.keep),
+        streams=Streams(settings.max_streams),
+        uploads=settings.uploads,
+        keys=keys,
+        sessions=sessions,
+        feed=feed,
+        closing=closing,
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])
