@@ -87,8 +87,6 @@ class SyncBlobs(Protocol):
 
     def renew(self, refs: Iterable[BlobRef], ttl_s: int) -> list[BlobRef]: ...
 
-    def delete_prefix(self, prefix: str) -> None: ...
-
 
 def blobs_setting() -> str:
     """`FLOWFLEET_BLOBS`: "redis" (default) or an fsspec URL."""
@@ -227,10 +225,6 @@ class SyncRedisBlobs(_RedisLayout):
             pipe.expire(name, ttl_s)
         return _gone(refs, [len(self._keys(ref)) for ref in refs], pipe.execute())
 
-    def delete_prefix(self, prefix: str) -> None:
-        for name in self._redis.scan_iter(match=_escaped(prefix) + "*", count=_SCAN_COUNT):
-            self._redis.unlink(name)
-
 
 class FsspecBlobs:
     """`SyncBlobs` under any fsspec URL. TTLs are ignored: give the store a lifecycle rule against leaks."""
@@ -293,9 +287,9 @@ class FsspecBlobs:
 
 
 class ThreadedBlobs:
-    """`BlobStore` over a synchronous store, each call in a worker thread."""
+    """`BlobStore` over files, each call in a worker thread."""
 
-    def __init__(self, store: SyncBlobs) -> None:
+    def __init__(self, store: FsspecBlobs) -> None:
         self._store = store
         self.uri = store.uri
 
@@ -338,7 +332,7 @@ class SyncCountedBlobs:
     def __init__(self, store: SyncBlobs, registry: CollectorRegistry) -> None:
         self._metrics = BlobMetrics.of(registry)
         self.store, self.uri = store, store.uri
-        self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
+        self.delete, self.renew = store.delete, store.renew
 
     def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
         with self._metrics.time("put", len(data)):

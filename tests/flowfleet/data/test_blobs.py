@@ -105,7 +105,9 @@ def test_deleted_blobs_are_not_found_and_deleting_again_is_fine(store: blobs.Syn
     assert store.get(second) == b"kept"
 
 
-def test_a_prefix_is_deleted_and_its_neighbors_are_not(store: blobs.SyncBlobs) -> None:
+@pytest.mark.parametrize("kind", ["redis-async", "file-async", "memory-sync"])
+def test_a_prefix_is_deleted_and_its_neighbors_are_not(kind: str, redis_url: str, tmp_path: Path) -> None:
+    (store,) = stores(kind, redis_url, tmp_path)
     doomed = [store.put(keys.blob("job", "a", step), bytes(3 * CHUNK)) for step in range(3)]
     kept = store.put(keys.blob("other", "a"), b"kept")
     store.delete_prefix(keys.blob("job"))
