@@ -168,6 +168,11 @@ class ModelAdapter(ABC):
         named = {name: getattr(self.pipeline, name) for name in self.parts["transformer"]}
         return {name: module for name, module in named.items() if module is not None}
 
+    def resize_conditions(self, pixels: int | None) -> None:
+        """Sets the area of condition images; None is the family's own. Raises ValueError if the family takes none."""
+        if pixels is not None:
+            raise ValueError("this model takes no condition images: remove sampling.condition_pixels")
+
     def encode(self, prompts: Sequence[str], *, images: Sequence[Sequence[Image.Image]] | None = None) -> PromptEmbeds:
         """Encodes each prompt to one row on the adapter's device, padded to the longest. Needs the text encoder.
 

@@ -50,6 +50,9 @@ class QwenImageEditAdapter(QwenImageAdapter):
             tell_pictures_from_text(adapter.text_encoder)
         return adapter
 
+    def resize_conditions(self, pixels: int | None) -> None:
+        self.condition_pixels = pixels
+
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         if self.vae is None:
             raise ValueError("encode needs the VAE for condition images: load the adapter with the component vae")

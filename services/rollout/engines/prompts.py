@@ -12,14 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
-from services.rollout.engines.base import GenerationRequest, Sampling
+from services.rollout.engines.base import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class PromptEncoder:
     """Keeps prompts that it has encoded, without images, for later requests."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter: Any = adapter
+        self._adapter = adapter
         self._texts = PromptCache(lambda text: self._adapter.encode([text]))
 
     @torch.no_grad()
@@ -55,7 +54,7 @@ class PromptEncoder:
         """Raises ValueError for a size that the model cannot draw, or images that it does not take, lacks, or cannot
         take in one batch."""
         self._adapter.latent_shape(request.sampling.size)
-        self._set_condition_pixels(request.sampling)
+        self._adapter.resize_conditions(request.sampling.condition_pixels)
         texts = [] if _has_images(request) else [group.prompt for group in request.groups]
         cached = frozenset(index for index, text in enumerate(texts) if text in self._texts)
         with timed(self._adapter.device) as seconds:
@@ -84,12 +83,6 @@ class PromptEncoder:
         if len(set(texts)) == 1:
             return self._texts.get(texts[0])
         return concat_embeds([self._texts.get(text) for text in texts])
-
-    def _set_condition_pixels(self, sampling: Sampling) -> None:
-        if hasattr(self._adapter, "condition_pixels"):
-            self._adapter.condition_pixels = sampling.condition_pixels
-        elif sampling.condition_pixels is not None:
-            raise ValueError("this model takes no condition images: remove sampling.condition_pixels")
 
 
 def _has_images(request: GenerationRequest) -> bool:

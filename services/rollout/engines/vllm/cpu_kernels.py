@@ -6,6 +6,7 @@ vLLM's own worker, model runner and layers for CPUs call these as `torch.ops._C.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -15,20 +16,20 @@ from torch.nn import functional as F
 _NAMESPACE: Final = "_C"
 _PROBE: Final = "cpu_attention_with_kv_cache"
 """An operator that every build for CPUs has."""
-_library: Any = None
 
 
-def install() -> None:
-    """Defines the operators that are missing. Calling it again changes nothing."""
-    global _library
-    if _library is not None or hasattr(getattr(torch.ops, _NAMESPACE), _PROBE):
-        return
-    library: Any = torch.library
-    _library = library.Library(_NAMESPACE, "FRAGMENT")
+@cache
+def install() -> Any:
+    """Defines the operators that are missing, once. Returns their library, without which they would be gone."""
+    if hasattr(getattr(torch.ops, _NAMESPACE), _PROBE):
+        return None
+    module: Any = torch.library
+    library = module.Library(_NAMESPACE, "FRAGMENT")
     for schema, function in _OPERATORS.items():
-        _library.define(schema)
-        _library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
     _choose_experts()
+    return library
 
 
 def keep_weights() -> None:

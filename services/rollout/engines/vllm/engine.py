@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from flowfleet.models.registry import family_of
+from flowfleet.models.registry import family_of, sequence_adapter_for
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.process.pulse import Pulse
@@ -235,7 +235,7 @@ class VllmEngine(ThreadedEngine):
             )
         self._stop()
         self.pulse.reset()
-        adapter: SequenceAdapter = family.load(writes_tokens=True).load(
+        adapter = sequence_adapter_for(model.path).load(
             model.path, dtype=weights.dtype_of(model.dtype), device=self.device, load_format="empty"
         )
         if model.load_format != "dummy" and (Path(model.path) / "generation_config.json").is_file():
