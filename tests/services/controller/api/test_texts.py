@@ -13,7 +13,6 @@ from services.controller.api.problems import MEDIA_TYPE
 from services.controller.jobs.submission.checks import parse
 from tests.services.controller.conftest import Api
 
-pytestmark = pytest.mark.anyio
 LONG, NUL, LONG_NAME, LONG_PATH = "a" * 500_000, "a\0b", "/" + "b" * 300, "/b" * 3000
 HOSTILE = {"long": LONG, "nul": NUL, "long name": LONG_NAME, "long path": LONG_PATH}
 

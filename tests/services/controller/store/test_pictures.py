@@ -16,7 +16,6 @@ from services.controller.store.records import SampleRecord, new_job_id
 from services.controller.store.samples import media_ref
 from services.controller.store.store import Store
 
-pytestmark = pytest.mark.anyio
 KEPT = 3
 GROUPS, GROUP_SIZE = 2, 4
 

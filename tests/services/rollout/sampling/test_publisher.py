@@ -24,7 +24,6 @@ ENCODED = EncodedPrompt(torch.arange(3))
 FRAME = np.zeros((1, 16, 16, 3), np.uint8)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("prompt", [PROMPT, ENCODED])
 @pytest.mark.parametrize(
     ("purpose", "kinds"),

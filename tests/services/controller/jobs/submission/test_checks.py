@@ -103,7 +103,6 @@ async def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dic
     assert problem in refused.value.problems
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("room", "parts"),
     [
