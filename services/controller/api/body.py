@@ -108,7 +108,7 @@ def _check_text(value: Any) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts of a body whose depth is bounded, names too."""
+    """Lists all texts of a body whose depth is bounded, names too."""
     if isinstance(value, str):
         yield value
     for child in _children(value):

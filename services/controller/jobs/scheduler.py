@@ -448,7 +448,7 @@ class JobScheduler:
 
 
 class Unopened(Exception):
-    """What the job was admitted with cannot be read now, for the reason given: somebody must change that."""
+    """The job's settings or files cannot be read now, for the reason given: somebody must change that."""
 
 
 @contextmanager

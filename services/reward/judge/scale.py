@@ -46,7 +46,7 @@ _REFUSED = re.compile(
     r"no (?:idea|comment|opinion|answer|clear answer)|n/a|inconclusive)\b",
     re.IGNORECASE,
 )
-"""What a refusal says."""
+"""Text of a refusal."""
 
 
 @dataclass(frozen=True)
