@@ -1,4 +1,4 @@
-"""Bytes that a job holds in the blob store and in Redis at once, at its fullest. Free of torch: `flowfleet plan` knows sizes
+"""Bytes that a job holds in the blob store and in Redis at its fullest. Free of torch: `flowfleet plan` knows sizes
 from the model's classes, the controller at submit from its configurations (`latent_elements`).
 
 A step's trajectories and prompts stay until all of the newest `schedule.keep_last` checkpoints cover it, its pictures
