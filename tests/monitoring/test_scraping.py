@@ -75,7 +75,7 @@ def test_a_wrong_query_is_an_error(server: Server) -> None:
 
 
 def test_panels_without_data_are_named(server: Server) -> None:
-    with pytest.raises(AssertionError, match="panels without data: .*Training / Reward of the last step"):
+    with pytest.raises(AssertionError, match=r"panels without data: .*Training / Reward of the last step"):
         server.check_boards()
 
 
