@@ -483,11 +483,13 @@ async def test_a_deterministic_job_pauses_while_several_devices_share_its_sample
     async with run(ocr=ScriptedReward(by_index)) as fleet:
         fleet.rollout.num_devices = 4
         await fleet.rollout.announce()
+        await fleet.runner._fleet.refresh()
         record = await fleet.submit(job(rewards={"ocr": {}}, trainer={"deterministic": True}))
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "4 devices of replica r0 share each sample" in record.reason
         fleet.rollout.num_devices = 1
         await fleet.rollout.announce()
+        await fleet.runner._fleet.refresh()
         await fleet.store.jobs.request(record.id, "resume")
         record = await fleet.ended(record.id)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
