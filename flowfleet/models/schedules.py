@@ -36,7 +36,8 @@ def flow_match_schedule(
     """Returns the schedule of diffusers' pipelines on a `FlowMatchEulerDiscreteScheduler`, bit for bit.
 
     The levels are shifted by the configuration: by its `shift`, or with `use_dynamic_shifting` by mu, which grows
-    linearly with the image tokens. A given `shift` takes the place of both, and of the stretch to a terminal sigma.
+    linearly with the image tokens. A given `shift` takes the place of both, and of the stretch to a terminal sigma: it
+    shifts even levels once, in every family.
 
     Args:
         config: of a `FlowMatchEulerDiscreteScheduler`.
@@ -51,6 +52,7 @@ def flow_match_schedule(
     _require_steps(num_steps)
     scheduler_class: Any = FlowMatchEulerDiscreteScheduler
     overrides = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+    levels = levels if shift is None else even_levels
     scheduler = scheduler_class.from_config({**config, **overrides})
     with np.errstate(invalid="ignore"):  # One step under a terminal shift is 0 / 0; it is refused below.
         scheduler.set_timesteps(num_steps, sigmas=levels(num_steps), mu=_shift(scheduler.config, num_image_tokens))

@@ -1,5 +1,6 @@
 """Schedules: the published check values, and equality in bits with what diffusers' pipeline samples with."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.models.schedules import Levels, even_levels, flow_match_schedule, scheduler_levels
+from flowfleet.models.registry import adapter_for
+from flowfleet.models.schedules import Levels, even_levels, flow_match_schedule, scheduler_levels, shifted_schedule
+from flowfleet.models.settings import Size
+from tests.tiny_models import make_tiny
 from tests.tiny_models.qwen_image import make_qwen_scheduler
 
 CONFIG = dict(make_qwen_scheduler().config)
@@ -64,7 +68,27 @@ def test_a_jobs_shift_takes_the_place_of_the_checkpoints(config: dict[str, Any],
     assert torch.equal(schedule.sigmas, other_size.sigmas)
 
 
+def test_the_checkpoints_own_shift_changes_nothing_at_even_levels() -> None:
+    own = flow_match_schedule(STATIC, 10, 1024)
+    assert torch.equal(flow_match_schedule(STATIC, 10, 1024, shift=3.0).sigmas, own.sigmas)
+
+
 @pytest.mark.parametrize("levels", [even_levels, scheduler_levels])
-def test_the_checkpoints_own_shift_changes_nothing(levels: Levels) -> None:
-    own = flow_match_schedule(STATIC, 10, 1024, levels=levels)
-    assert torch.equal(flow_match_schedule(STATIC, 10, 1024, levels=levels, shift=3.0).sigmas, own.sigmas)
+@pytest.mark.parametrize("config", [CONFIG, {"shift": 3.0}, {"shift": 1.0}])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_jobs_shift_is_applied_once_whatever_the_scheduler_says(
+    shift: float, config: dict[str, Any], levels: Levels
+) -> None:
+    """The last of ten levels at a shift of 3 is 3 · 0.1 / 1.2 = 0.25, as Flow-DPPO's authors train it on SD3.5."""
+    even = np.linspace(1, 0.1, 10)
+    schedule = flow_match_schedule(config, 10, 1024, shift=shift, levels=levels)
+    np.testing.assert_allclose(schedule.sigmas[:-1], shift * even / (1 + (shift - 1) * even), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["stable_diffusion_3", "flux", "z_image", "wan_5b", "bagel", "hunyuan_image3"])
+def test_a_jobs_shift_means_the_same_in_every_family(kind: str, tmp_path: Path) -> None:
+    path = make_tiny(kind, tmp_path / "model")
+    adapter = adapter_for(path).load(path, dtype=torch.float32, components=(), load_format="empty")
+    sigmas = adapter.schedule(10, Size(32, 32), 3.0).sigmas
+    np.testing.assert_allclose(sigmas[-2], 0.25, rtol=1e-6)
+    np.testing.assert_allclose(sigmas, shifted_schedule(10, 3.0).sigmas, rtol=1e-6, atol=1e-7)
