@@ -80,7 +80,7 @@ def credits_of(
         return _taught(scored, spec, step), _with_advantages(stats, [0.0])
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
-        return best_and_worst(_gated(credits, spec, scored, counted), part.best_of), stats
+        return best_and_worst(_gated(credits, spec, scored, counted), counted.totals().tolist(), part.best_of), stats
     credits = _paired(scored, counted.totals().tolist(), spec.algorithm.of(PairSettings).pairs_per_group)
     return credits, _with_advantages(stats, [credit.advantage for credit in credits] or [0.0])
 
@@ -107,22 +107,21 @@ def left_out_reason(spec: JobSpec) -> str:
     return DropReason.NOT_IN_A_PAIR if spec.loss.needs_pairs else DropReason.NOT_BEST_OR_WORST
 
 
-def best_and_worst(credits: Sequence[Credit], best_of: int | None) -> list[Credit]:
-    """The best and the worst `best_of / 2` samples of each group, by advantage, in the given order.
+def best_and_worst(credits: Sequence[Credit], totals: Sequence[float], best_of: int | None) -> list[Credit]:
+    """The best and the worst `best_of / 2` samples of each group, by their `totals`, in the given order.
 
-    An odd `best_of` takes one more of the best, as DanceGRPO's code does. Of equal advantages those of higher index
+    An odd `best_of` takes one more of the best, as DanceGRPO's code does. Of equal totals those of higher index
     count as better. Groups of no more than `best_of` samples stay whole, and so does everything where it is None.
     """
     if best_of is None:
         return list(credits)
-    groups: dict[int, list[Credit]] = {}
-    for credit in credits:
-        groups.setdefault(credit.group, []).append(credit)
+    groups: dict[int, list[tuple[float, int]]] = {}
+    for credit, total in zip(credits, totals, strict=True):
+        groups.setdefault(credit.group, []).append((total, credit.index))
     left_out: set[tuple[int, int]] = set()
-    for group in groups.values():
-        ascending = sorted(group, key=lambda credit: (credit.advantage, credit.index))
-        middle = ascending[best_of // 2 : max(0, len(group) - (best_of - best_of // 2))]
-        left_out.update((credit.group, credit.index) for credit in middle)
+    for group, ranked in groups.items():
+        middle = sorted(ranked)[best_of // 2 : max(0, len(ranked) - (best_of - best_of // 2))]
+        left_out.update((group, index) for _, index in middle)
     return [credit for credit in credits if (credit.group, credit.index) not in left_out]
 
 

@@ -92,7 +92,7 @@ def not_selected(group: int, verdicts: Mapping[int, SampleScore], keep: int) -> 
     and the middle of the others, as `best_and_worst` has it."""
     totals = {index: verdict.score for index, verdict in verdicts.items()}
     credits = [Credit(group, index, total, total) for index, total in totals.items() if total is not None]
-    kept = {credit.index for credit in best_and_worst(credits, keep)}
+    kept = {credit.index for credit in best_and_worst(credits, [credit.reward for credit in credits], keep)}
     return {
         index: str(DropReason.NOT_SELECTED) if verdict.score is not None else verdict.reason
         for index, verdict in sorted(verdicts.items())

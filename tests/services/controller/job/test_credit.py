@@ -100,8 +100,8 @@ def test_pairs_go_by_the_total_less_the_kl() -> None:
 
 
 def chosen(advantages: list[float], best_of: int | None, group: int = 0) -> list[int]:
-    credits = [Credit(group, index, 0.0, advantage) for index, advantage in enumerate(advantages)]
-    return [one.index for one in credit.best_and_worst(credits, best_of)]
+    credits = [Credit(group, index, 0.0, 0.0) for index in range(len(advantages))]
+    return [one.index for one in credit.best_and_worst(credits, advantages, best_of)]
 
 
 def test_best_of_keeps_the_best_and_the_worst_half() -> None:
@@ -118,6 +118,15 @@ def test_best_of_keeps_the_best_and_the_worst_half() -> None:
 def test_best_of_leaves_small_groups_whole() -> None:
     assert chosen([0.3, -0.1, 0.2], 4) == chosen([0.3, -0.1, 0.2], None) == chosen([0.3, -0.1, 0.2], 3) == [0, 1, 2]
     assert chosen([0.0] * 6, 4) == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("clamp", [0.1, None])
+def test_best_of_ranks_by_the_total_whatever_is_clamped(clamp: float | None) -> None:
+    rewards = [0.0, 10.0, 3.0, 9.0, 1.0, 2.0]
+    rows = scored(*((0, index, reward) for index, reward in enumerate(rewards)))
+    algorithm = {"best_of": 4, "advantage_clamp": clamp}
+    credits = credits_of(spec_of(algorithm, {"ocr": {}}, rollout={"group_size": 6}), rows)[0]
+    assert [one.index for one in credits] == [0, 1, 3, 4]
 
 
 def test_best_of_takes_the_advantages_of_whole_groups() -> None:
