@@ -32,6 +32,8 @@ class GradientRows:
     """(B, ...) of the current policy there, with gradient."""
     noise: Tensor | None = None
     """(B, ...) that was injected into clean latents; None where the latents were sampled."""
+    after: Tensor | None = None
+    """(B,) below `sigma`: the level that a loss with `align_step` recovers an image at; None for other losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def srpo(rows: GradientRows, part: SrpoSettings, step: int) -> GradientOutput:
 
     Direct alignment: known noise e leads from clean latents to x_s; one step of the policy leads on to s' < s, and the
     known noise back to a clean image, ((x_s + (s' - s) v) - s' e) / (1 - s'). Of it the policy made the share
-    (s - s') / (1 - s'), so that it is an image even where s is near 1. s' = s - min(`align_step`, s / 2).
+    (s - s') / (1 - s'), so that it is an image even where s is near 1. s' is drawn, and s comes of it: `aligned`.
 
     Semantic relative preference: the reward of the prompt with a positive control word, (1 + k) times, less the reward
     of the prompt with a negative one; k = `relative_weight`. Steps take the words in turn. Without words it is the
@@ -81,7 +83,8 @@ def srpo(rows: GradientRows, part: SrpoSettings, step: int) -> GradientOutput:
     at which rewards are hacked most easily, for little.
     """
     assert rows.noise is not None
-    after = next_sigma(rows.sigma, part.align_step)
+    assert rows.after is not None
+    after = rows.after
     s, s_next = per_row(rows.sigma, rows.latents), per_row(after, rows.latents)
     moved = rows.latents + (s_next - s) * rows.velocity.to(rows.latents)
     image = (moved - s_next * rows.noise.to(rows.latents)) / (1 - s_next)
@@ -94,9 +97,11 @@ def srpo(rows: GradientRows, part: SrpoSettings, step: int) -> GradientOutput:
     return GradientOutput(image, tuple(wishes))
 
 
-def next_sigma(sigma: Tensor, align_step: float) -> Tensor:
-    """(B,) the level that SRPO's step leads to."""
-    return sigma - torch.minimum(torch.full_like(sigma, align_step), sigma / 2)
+def aligned(drawn: Tensor, align_step: float, high: float) -> tuple[Tensor, Tensor]:
+    """(B,) each: s, where SRPO's step begins, and s', where it ends. s' is `drawn` (B,) and s = min(s' + `align_step`,
+    `high`), the greatest level. At s' = 1, from which no image is recovered, s = 1 and s' is a step below, or half."""
+    below = drawn - torch.minimum(torch.full_like(drawn, align_step), drawn / 2)
+    return (drawn + align_step).clamp(max=high), torch.where(drawn < 1, drawn, below)
 
 
 def word_of(words: Sequence[str], step: int) -> str:

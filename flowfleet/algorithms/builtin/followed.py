@@ -24,8 +24,8 @@ class SrpoSettings(NoiseLevelSettings, GradientSettings):
 
     num_noise_levels: NumNoiseLevels = 1
     align_step: float = Field(default=0.4, gt=0.0, le=1.0)
-    """SRPO: how far one step of the policy lowers the noise level, but to no less than half of it. The known noise
-    leads the rest of the way to an image."""
+    """SRPO: how far one step of the policy lowers the noise level: to the one that `sigma_sampling` draws, from at most
+    `sigma_high`. The known noise leads the rest of the way to an image."""
     discount_shift: float = Field(default=3.0, gt=0.0)
     """SRPO: how an image counts by the noise level s that the step ends at: d s / (1 + (d - 1) s)."""
     positive_words: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.matching.losses import mean_square, noisy
-from flowfleet.algorithms.reward_gradient import GradientOutput, GradientRows
+from flowfleet.algorithms.reward_gradient import GradientOutput, GradientRows, aligned
 from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
@@ -45,6 +45,8 @@ class _Start:
     sigma: Tensor
     """(B,) on the CPU, where an expert is chosen by it."""
     noise: Tensor | None
+    after: Tensor | None = None
+    """(B,) where the loss's step ends, of losses that have one."""
 
 
 class GradientObjective:
@@ -123,7 +125,9 @@ class GradientObjective:
     def _predicted(self, batch: FlowBatch, start: _Start) -> tuple[GradientOutput, Tensor]:
         """The loss's image and wishes, and the velocity that they come from."""
         predicted = self._velocity(batch, start)
-        rows = GradientRows(start.latents, start.sigma.to(start.latents.device), predicted, start.noise)
+        device = start.latents.device
+        after = None if start.after is None else start.after.to(device)
+        rows = GradientRows(start.latents, start.sigma.to(device), predicted, start.noise, after)
         return self._loss(rows, self._part, self._step), predicted
 
     def _velocity(self, batch: FlowBatch, start: _Start) -> Tensor:
@@ -135,8 +139,10 @@ class GradientObjective:
             return _Start(batch.latents[k], sigma, None)
         final = cast(FinalBatch, batch)
         noise = self._draws.noise(final.places, k, final.clean.shape[1:]).to(final.clean.device)
-        sigma = self._draws.sigmas(final.places, 0, k)
-        return _Start(noisy(final.clean, noise, sigma.to(final.clean.device)), sigma, noise)
+        sigma, after = self._draws.sigmas(final.places, 0, k), None
+        if self._part.reads("align_step"):
+            sigma, after = aligned(sigma, self._part.align_step, self._draws.interval(0, k)[1])
+        return _Start(noisy(final.clean, noise, sigma.to(final.clean.device)), sigma, noise, after)
 
     def _component(self, batch: FlowBatch, k: int) -> str:
         if isinstance(batch, StepsBatch):
