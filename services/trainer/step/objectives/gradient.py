@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.builtin.followed import SrpoSettings
 from flowfleet.algorithms.matching.losses import mean_square, noisy
 from flowfleet.algorithms.reward_gradient import GradientOutput, GradientRows, aligned
 from flowfleet.algorithms.settings import NoiseLevelSettings
@@ -140,7 +141,7 @@ class GradientObjective:
         final = cast(FinalBatch, batch)
         noise = self._draws.noise(final.places, k, final.clean.shape[1:]).to(final.clean.device)
         sigma, after = self._draws.sigmas(final.places, 0, k), None
-        if self._part.reads("align_step"):
+        if isinstance(self._part, SrpoSettings):
             sigma, after = aligned(sigma, self._part.align_step, self._draws.interval(0, k)[1])
         return _Start(noisy(final.clean, noise, sigma.to(final.clean.device)), sigma, noise, after)
 
