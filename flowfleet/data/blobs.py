@@ -1,7 +1,7 @@
 """Blobs: bytes too large for a stream entry, kept until a checkpoint covers the step that used them.
 
 Two stores. `redis:<key>` lives in Redis with a TTL that guards against leaks; any fsspec URL (shared volume, object
-store) is the other, where expiry is the store's own business (a lifecycle rule). A reader gets exactly what was
+store) is the other, which the leading controller sweeps. A reader gets exactly what was
 written, checked by size and SHA-256, or an error: NotFound when it is gone, DataLoss when it is not the same.
 
 Blobs over 256 MiB are cut into chunks (Redis refuses values over 512 MiB). Chunks are hashed in parallel, as hashlib
@@ -17,12 +17,13 @@ Trainers are synchronous, the other services are not: `SyncBlobs` and `BlobStore
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -40,6 +41,8 @@ CHUNK_BYTES: Final = 256 * 2**20
 WORKING_TTL_S: Final = 3 * 24 * 3600
 """Lifetime of blobs that may still be trained on, renewed every hour. It limits leaks and outlasts jumps of Redis's
 clock of up to a day."""
+PICTURE_TTL_S: Final = 24 * 3600
+"""Lifetime of samples' pictures and videos."""
 _INLINE_HASH_BYTES: Final = 4 * 2**20  # a few ms: not worth a thread
 _SCAN_COUNT: Final = 1000
 _NAME_DIGITS: Final = 16
@@ -72,6 +75,9 @@ class BlobStore(Protocol):
 
     async def delete_prefix(self, prefix: str) -> None:
         """Deletes every blob whose key starts so, e.g. `keys.blob(job)`."""
+
+    async def sweep(self, kinds: Collection[str], ttl_s: float, now: float) -> int:
+        """Deletes blobs of these kinds that are older, where the store does not end them itself; returns how many."""
 
 
 class SyncBlobs(Protocol):
@@ -196,6 +202,9 @@ class RedisBlobs(_RedisLayout):
         async for name in self._redis.scan_iter(match=_escaped(prefix) + "*", count=_SCAN_COUNT):
             await self._redis.unlink(name)
 
+    async def sweep(self, kinds: Collection[str], ttl_s: float, now: float) -> int:
+        return 0
+
 
 class SyncRedisBlobs(_RedisLayout):
     """`SyncBlobs` in Redis."""
@@ -227,7 +236,7 @@ class SyncRedisBlobs(_RedisLayout):
 
 
 class FsspecBlobs:
-    """`SyncBlobs` under any fsspec URL. TTLs are ignored: give the store a lifecycle rule against leaks."""
+    """`SyncBlobs` under any fsspec URL. TTLs are ignored: pictures are swept, and all else goes with what it is of."""
 
     def __init__(self, url: str, chunk_bytes: int = CHUNK_BYTES) -> None:
         import fsspec
@@ -264,6 +273,17 @@ class FsspecBlobs:
         path = self._path(prefix.rstrip(":").replace(":", "/"))
         if self._fs.exists(path):
             self._fs.rm(path, recursive=True)
+
+    def sweep(self, kinds: Collection[str], ttl_s: float, now: float) -> int:
+        root = f"{self._root.rstrip('/')}/"
+        old = 0
+        for path in self._fs.find(root):
+            _, _, _, kind, *_ = [*path.removeprefix(root).split("/"), *[""] * 4]  # as keys.blob names them
+            with contextlib.suppress(FileNotFoundError):  # it has just been deleted
+                if kind in kinds and now - self._fs.modified(path).timestamp() > ttl_s:
+                    self._fs.rm_file(path)
+                    old += 1
+        return old
 
     def _write(self, path: str, data: bytes) -> None:
         """Object stores show an object when it is complete; a file is written aside and renamed."""
@@ -308,6 +328,9 @@ class ThreadedBlobs:
     async def delete_prefix(self, prefix: str) -> None:
         await asyncio.to_thread(self._store.delete_prefix, prefix)
 
+    async def sweep(self, kinds: Collection[str], ttl_s: float, now: float) -> int:
+        return await asyncio.to_thread(self._store.sweep, kinds, ttl_s, now)
+
 
 class CountedBlobs:
     """`BlobStore` over another, whose reads and writes are counted."""
@@ -316,6 +339,7 @@ class CountedBlobs:
         self._metrics = BlobMetrics.of(registry)
         self.store, self.uri = store, store.uri
         self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
+        self.sweep = store.sweep
 
     async def put(self, key: str, data: bytes, *, ttl_s: int | None = None, by_content: bool = False) -> BlobRef:
         with self._metrics.time("put", len(data)):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     AuthenticationError,
@@ -24,6 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+SAFE_POLICY = "noeviction"
 UNREACHABLE = "Redis cannot be reached; try again"
 FULL = "Redis is full: delete ended jobs (`flowfleet delete`), raise its maxmemory, or move blobs out of it"
 READ_ONLY = "Redis is read-only: it is a replica; point FLOWFLEET_REDIS_URL at the primary, or wait for the failover"
@@ -37,6 +38,22 @@ TOO_FEW_REPLICAS = "Redis refuses writes because too few of its replicas are con
 
 _READ_ONLY = ("READONLY", "against a read only replica", "UNBLOCKED")
 """The last one ends a blocking read where a primary becomes a replica."""
+
+
+def unfit(info: Mapping[str, Any]) -> str:
+    """Why a Redis with this INFO cannot hold what jobs need; empty where it can, or does not tell."""
+    if info.get("cluster_enabled"):
+        return (
+            "FLOWFLEET_REDIS_URL is a Redis Cluster, where a change cannot cover the keys that belong together: use a "
+            "single Redis, or one behind Sentinels (redis+sentinel://)"
+        )
+    policy = info.get("maxmemory_policy", SAFE_POLICY)
+    if policy == SAFE_POLICY:
+        return ""
+    return (
+        f"Redis has maxmemory-policy {policy}, by which a full memory loses samples: set it to {SAFE_POLICY}"
+        f" (`redis-cli CONFIG SET maxmemory-policy {SAFE_POLICY}`, of a managed Redis in its parameters)"
+    )
 
 
 def trouble(error: RedisError) -> str | None:

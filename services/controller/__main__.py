@@ -8,10 +8,15 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import RedisError, ResponseError
 
 from flowfleet.process import traces
 from flowfleet.process.service import keep_freed_memory
 from flowfleet.process.telemetry import configure_logging
+from flowfleet.redis.client import connect_sync
+from flowfleet.redis.trouble import trouble, unfit
 from flowfleet.rpc import tls
 from services.controller.api.server import Server
 from services.controller.app import create_app
@@ -32,11 +37,15 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
         settings = ControllerSettings.from_command_line(argv)
         configure_logging("controller", settings.log_level)
         certificates = tls.from_env()
+        check_redis(settings.redis_url.get_secret_value())
         traces.start("controller")
         app = create_app(settings, runner_factory)
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
+    except RedisError as error:
+        print(f"services.controller: error: {trouble(error) or error}", file=sys.stderr)
+        return 1
     sys.setswitchinterval(SWITCH_S)
     keep_freed_memory()
     gc.freeze()
@@ -50,6 +59,17 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
     finally:
         traces.stop()
     return 0
+
+
+def check_redis(url: str) -> None:
+    """Raises ValueError for a Redis that loses keys or cannot change several at once; RedisError for none."""
+    with connect_sync(url) as redis:
+        try:
+            info: Any = redis.info()
+        except ResponseError:  # some services forbid INFO
+            return
+    if problem := unfit(info):
+        raise ValueError(problem)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from flowfleet.data.blobs import BlobStore
+from flowfleet.data.blobs import PICTURE_TTL_S, BlobStore
 from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.limits import MAX_MEDIA_BYTES
 from flowfleet.prompts.prompt import Prompt, media_type
@@ -19,8 +19,6 @@ from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis import keys
 from services.controller.concurrency import gather_or_cancel
 from services.controller.prompts.sources import Sources
-
-BLOB_TTL_S = 24 * 3600
 
 
 class Inputs:
@@ -56,13 +54,13 @@ class Inputs:
     async def _condition(self, url: str) -> common_pb2.Media:
         """Reuses the stored input if it still exists, and renews its time to live."""
         known = self._conditions.get(url)
-        if known is None or await self._blobs.renew([known.blob], BLOB_TTL_S):
+        if known is None or await self._blobs.renew([known.blob], PICTURE_TTL_S):
             known = self._conditions[url] = await self._store("condition", url)
         return known
 
     async def _store(self, kind: str, url: str) -> common_pb2.Media:
         data = await asyncio.to_thread(_read, self._sources, url)
-        blob = await self._blobs.put(keys.blob(self._job_id, kind), data, ttl_s=BLOB_TTL_S, by_content=True)
+        blob = await self._blobs.put(keys.blob(self._job_id, kind), data, ttl_s=PICTURE_TTL_S, by_content=True)
         return common_pb2.Media(blob=blob, media_type=media_type(url))
 
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from redis.exceptions import RedisError
 
 from flowfleet.client.archive import Archive
-from flowfleet.data.blobs import BlobStore
+from flowfleet.data.blobs import PICTURE_TTL_S, BlobStore
 from flowfleet.redis import keys
 from flowfleet.redis.trouble import trouble
 from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 READ_ALL_S = 300.0
+PICTURES = ("media", "given")
 WORKING_BLOBS = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
 """Kinds of blobs that only a running job needs."""
 
@@ -112,6 +113,8 @@ class Keeper:
         await self._clear(left)
         if not 0 <= (passed := now - self._swept) < SWEEP_EVERY_S:
             self._swept = now
+            if not held:
+                await self._blobs.sweep(PICTURES, PICTURE_TTL_S, now)
             if self._uploads is not None and not held:
                 await self._sweep(self._uploads)
             if self._folders is not None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,16 @@ async def test_what_is_read_and_written_is_counted(redis_url: str) -> None:
     assert value("operations_total", operation="get", result="ok") == 2
     assert value("operations_total", operation="get", result="error") == 1
     assert value("operation_seconds_count", operation="get") == 2 + 1
+
+
+@pytest.mark.parametrize("kind", ["file-sync", "file-async", "memory-sync"])
+def test_old_blobs_of_the_named_kinds_are_swept(kind: str, redis_url: str, tmp_path: Path) -> None:
+    (store,) = stores(kind, redis_url, tmp_path)
+    refs = {name: store.put(keys.blob("job", name, 0), b"x", ttl_s=60) for name in ("media", "given", "trajectory")}
+    now = time.time()
+    assert store.sweep(("media", "given"), 60.0, now + 50.0) == 0
+    assert store.sweep(("media", "given"), 60.0, now + 70.0) == 2
+    assert store.get(refs["trajectory"]) == b"x"
+    for name in ("media", "given"):
+        with pytest.raises(NotFound):
+            store.get(refs[name])

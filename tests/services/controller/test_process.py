@@ -18,6 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from flowfleet.redis.client import connect_sync
+from flowfleet.redis.trouble import unfit
+from services.controller.__main__ import check_redis
 from services.controller.api.server import GRACE_S
 from tests.forks import start
 
@@ -150,3 +153,24 @@ def test_refuses_to_start(argv: list[str], env: dict[str, str], message: str) ->
     process = launch("services.controller", *argv, **{"FLOWFLEET_API_KEY": "", **env})
     _, log = process.communicate(timeout=60)
     assert (process.returncode, message in log, "Traceback" in log) == (2, True, False), log
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl", "allkeys-random"])
+def test_a_redis_that_evicts_is_refused(redis_url: str, policy: str) -> None:
+    check_redis(redis_url)
+    with connect_sync(redis_url) as redis:
+        redis.config_set("maxmemory-policy", policy)
+        try:
+            with pytest.raises(ValueError, match=f"maxmemory-policy {policy}, .* set it to noeviction"):
+                check_redis(redis_url)
+            if policy == "volatile-lru":  # a managed one's default
+                process = launch("services.controller", FLOWFLEET_REDIS_URL=redis_url)
+                _, log = process.communicate(timeout=60)
+                assert (process.returncode, "noeviction" in log, "Traceback" in log) == (2, True, False), log
+        finally:
+            redis.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_redis_cluster_is_refused_and_one_that_tells_nothing_is_not() -> None:
+    assert "Redis Cluster" in unfit({"cluster_enabled": 1, "maxmemory_policy": "noeviction"})
+    assert unfit({}) == ""

@@ -70,7 +70,7 @@ async def test_asking_again_prolongs_its_life(
     prompt = Prompt("a", images=(file(tmp_path / "1.png", b"one"),))
     lives = []
     for ttl in (100, 1000):
-        monkeypatch.setattr(module, "BLOB_TTL_S", ttl)
+        monkeypatch.setattr(module, "PICTURE_TTL_S", ttl)
         await inputs.attach(asked := request([0]), [prompt])
         lives.append(await client.ttl(asked.groups[0].images[0].blob.uri.removeprefix("redis:")))
     assert 90 < lives[0] <= 100 < 990 < lives[1] <= 1000
