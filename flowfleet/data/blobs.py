@@ -278,7 +278,7 @@ class FsspecBlobs:
         root = f"{self._root.rstrip('/')}/"
         old = 0
         for path in self._fs.find(root):
-            _, _, _, kind, *_ = [*path.removeprefix(root).split("/"), *[""] * 4]  # as keys.blob names them
+            kind = (str(path).removeprefix(root).split("/") + [""] * 4)[3]  # as keys.blob names them
             with contextlib.suppress(FileNotFoundError):  # it has just been deleted
                 if kind in kinds and now - self._fs.modified(path).timestamp() > ttl_s:
                     self._fs.rm_file(path)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from flowfleet.api.jobs import Checkpoint, MetricsRow
 from flowfleet.redis import keys
 from services.controller.store.link import Link
+from services.controller.store.reading import rows_of
 from services.controller.store.records import Validation
 
 MAX_VALIDATIONS = 10_000
@@ -55,7 +56,7 @@ class History:
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Checkpoints by step, ascending."""
         rows = await self._redis.hvals(keys.checkpoints(job_id))
-        return sorted((Checkpoint.model_validate_json(row) for row in rows), key=lambda checkpoint: checkpoint.step)
+        return sorted(rows_of(Checkpoint, rows), key=lambda checkpoint: checkpoint.step)
 
     async def add_validation(self, job_id: str, validation: Validation) -> None:
         """Adds a version's validation; adding it again replaces it."""
@@ -68,4 +69,4 @@ class History:
     async def validations(self, job_id: str) -> list[Validation]:
         """Validations by version, ascending."""
         rows = await self._redis.hvals(keys.validations(job_id))
-        return sorted((Validation.model_validate_json(row) for row in rows), key=lambda one: one.version)
+        return sorted(rows_of(Validation, rows), key=lambda one: one.version)

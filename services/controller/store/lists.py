@@ -12,7 +12,7 @@ from flowfleet.api.overview import Curve, JobRow
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.link import Link
-from services.controller.store.reading import LISTED, SECONDS, decoded, read_record
+from services.controller.store.reading import LISTED, SECONDS, decoded, read_record, row_of
 from services.controller.store.records import JobRecord
 
 MAX_POINTS = 64
@@ -57,7 +57,7 @@ class Lists:
     async def add_point(self, job_id: str, step: int, value: float | None) -> None:
         """Adds a step's reward to the job's curve. Added again it changes nothing."""
         row = await self._redis.hget(keys.job(job_id), "curve")
-        curve = Curve() if row is None else Curve.model_validate_json(row)
+        curve = Curve() if row is None else row_of(Curve, row)
         await self._redis.hset(keys.job(job_id), "curve", with_point(curve, step, value).model_dump_json())
 
     async def add_seconds(self, job_id: str, seconds: Mapping[str, float]) -> None:

@@ -7,17 +7,21 @@ a broken field is shown with its status as stored and a reason that says so. Not
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from flowfleet.api.answers import read
+from flowfleet.api.answers import Answer, read
 from flowfleet.api.jobs import Desired, JobStatus, Progress
 from flowfleet.api.rewards import JobRewards, RewardRevision
-from flowfleet.errors import NotFound
+from flowfleet.errors import NotFound, OtherFormat
 from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch, submitted_at
+
+A = TypeVar("A", bound=Answer)
+log = logging.getLogger(__name__)
 
 REVISION, ACTIVE, PENDING = "rewards.revision", "rewards.active", "rewards.pending"
 SECONDS = "accelerator_s."
@@ -48,6 +52,27 @@ def read_record(job_id: str, fields: Mapping[str, str], *, whole: bool = True) -
         record = _bare(job_id, fields)
         refusal = refusal or f"{UNREADABLE}: {_cause(error)}; {ADVICE}"
     return record.stored_as(format_of(fields.get("format")), refusal)
+
+
+def row_of(kind: type[A], row: Any) -> A:
+    """Raises OtherFormat for a row of another release that this one cannot read; unknown fields are ignored."""
+    try:
+        return read(kind, row)
+    except (ValidationError, TypeError) as error:
+        raise OtherFormat(f"this release cannot read a stored {kind.__name__}: {_cause(error)}; {ADVICE}") from None
+
+
+def rows_of(kind: type[A], rows: Iterable[Any]) -> list[A]:
+    """The rows without those that this release cannot read."""
+    found, refusals = [], []
+    for row in rows:
+        try:
+            found.append(row_of(kind, row))
+        except OtherFormat as error:
+            refusals.append(error)
+    if refusals:
+        log.warning("left out %d stored rows: %s", len(refusals), refusals[0])
+    return found
 
 
 def format_of(stored: str | None) -> int:

@@ -77,11 +77,15 @@ class JobRecord(Job):
         """Its reason says so: the job waits for another release."""
         return is_unreadable(self.reason)
 
-    def job_spec(self) -> JobSpec:
-        """The submitted job. Raises OtherFormat where this release cannot read it."""
+    def checked(self) -> JobRecord:
+        """The record itself. Raises OtherFormat where this release cannot read it."""
         if self._refusal:
             raise OtherFormat(self._refusal)
-        return self._submitted
+        return self
+
+    def job_spec(self) -> JobSpec:
+        """The submitted job. Raises OtherFormat where this release cannot read it."""
+        return self.checked()._submitted
 
     @cached_property
     def _submitted(self) -> JobSpec:

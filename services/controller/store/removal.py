@@ -9,6 +9,7 @@ same list clears what an ended job only needed while it ran.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Removal:
         fields = ("ended_at", "desired", "archive", FILES)
         rows = await self._link.each(ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), fields))
         found = [
-            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode(), bool(files))
+            EndedJob(job_id, _time(at), desired == Desired.DELETED.encode(), (archive or b"").decode(), bool(files))
             for job_id, (at, desired, archive, files) in zip(ids, rows, strict=True)
             if at is not None
         ]
@@ -211,6 +212,14 @@ class Removal:
     async def _unlink(self, names: Sequence[bytes]) -> None:
         if names:
             await self._link.write(lambda pipe: pipe.unlink(*names))
+
+
+def _time(stored: bytes) -> float:
+    """A time that no release would write is never past: only its user removes the job."""
+    try:
+        return float(stored)
+    except ValueError:
+        return math.inf
 
 
 _TERMINAL = tuple(status for status in JobStatus if status.terminal)

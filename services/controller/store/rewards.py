@@ -18,7 +18,7 @@ from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from services.controller.store.events import MAX_EVENTS, add_event, encode, notice
 from services.controller.store.link import Link, Pipe
-from services.controller.store.reading import PENDING, REVISION
+from services.controller.store.reading import PENDING, REVISION, row_of, rows_of
 from services.controller.store.records import from_epoch
 
 LOAD_TTL_S = 30
@@ -58,7 +58,7 @@ class Rewards:
     async def pending(self, job_id: str) -> RewardRevision | None:
         """Rewards of the steps that are not open yet."""
         row = await self._redis.hget(keys.job(job_id), PENDING)
-        return None if row is None else RewardRevision.model_validate_json(row)
+        return None if row is None else row_of(RewardRevision, row)
 
     async def apply(self, job_id: str, revision: RewardRevision, pipe: Pipe) -> None:
         """Adds to a transaction that a revision, with its first step, is what the job has. Done again it does nothing,
@@ -72,7 +72,7 @@ class Rewards:
     async def history(self, job_id: str) -> list[RewardRevision]:
         """Returns the revisions that took effect, ascending, without the submitted one."""
         rows = await self._redis.hvals(keys.rewards(job_id))
-        return sorted((RewardRevision.model_validate_json(row) for row in rows), key=lambda revision: revision.number)
+        return sorted(rows_of(RewardRevision, rows), key=lambda revision: revision.number)
 
     async def put_load(self, load: Mapping[str, RewardLoad]) -> None:
         """Keeps the load of the rewards for a while, as the controller that runs jobs sees it."""
@@ -82,7 +82,7 @@ class Rewards:
     async def load(self) -> dict[str, RewardLoad]:
         """Load by reward."""
         rows = json.loads(await self._redis.get(keys.reward_load()) or b"{}")
-        return {name: RewardLoad.model_validate(row) for name, row in rows.items()}
+        return {name: one for name, row in rows.items() for one in rows_of(RewardLoad, [row])}
 
 
 def check_changeable(job_id: str, status: bytes | None, desired: bytes | None) -> None:

@@ -13,6 +13,7 @@ from flowfleet.errors import NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys
 from services.controller.store.link import Link, Pipe
+from services.controller.store.reading import row_of, rows_of
 from services.controller.store.records import Order, SampleRecord
 
 MAX_SAMPLES = 100_000
@@ -66,7 +67,7 @@ class Samples:
             known = [(ref, row) for ref, row in zip(left, rows, strict=True) if row is not None]
             async with self._redis.pipeline(transaction=False) as pipe:
                 for ref, row in known:
-                    record = SampleRecord.model_validate_json(row)
+                    record = row_of(SampleRecord, row)
                     changed = record.model_copy(update={"shadow": {**record.shadow, shadow: left[ref]}})
                     pipe.eval(_SWAP, 1, name, ref, row, changed.model_dump_json())
                 done = await pipe.execute()
@@ -77,7 +78,7 @@ class Samples:
         row = await self._redis.hget(_Names(job_id, purpose).records, _reference(step, group, index))
         if row is None:
             raise NotFound(f"job {job_id} has no {purpose} sample {step}/{group}/{index}")
-        return SampleRecord.model_validate_json(row)
+        return row_of(SampleRecord, row)
 
     async def find(self, job_id: str, places: Sequence[tuple[int, int, int]]) -> list[SampleRecord]:
         """Training samples (step, group, index) that are kept, in order."""
@@ -178,7 +179,7 @@ class Samples:
     async def _records(self, job_id: str, purpose: Purpose, references: Iterable[bytes]) -> list[SampleRecord]:
         wanted = list(references)
         rows = await self._redis.hmget(_Names(job_id, purpose).records, wanted) if wanted else []
-        return [SampleRecord.model_validate_json(row) for row in rows if row is not None]
+        return rows_of(SampleRecord, (row for row in rows if row is not None))
 
     async def _forget_oldest(self, job_id: str, purpose: Purpose) -> None:
         names = _Names(job_id, purpose)

@@ -10,6 +10,7 @@ from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
 from services.controller.rewards.comparison import GroupScores
 from services.controller.store.link import Link
+from services.controller.store.reading import rows_of
 
 MAX_GROUPS = 1024
 """Maximum number of groups of each pair of shadow and reward, and purpose; beyond it the oldest are deleted."""
@@ -67,5 +68,5 @@ class Shadows:
 
 def _groups(rows: Sequence[bytes]) -> list[GroupScores]:
     """Newest rows first; of a group that was scored again, what came last."""
-    found = [GroupScores.model_validate_json(row) for row in reversed(rows)]
+    found = rows_of(GroupScores, reversed(rows))
     return list({(group.step, group.group): group for group in found}.values())

@@ -13,6 +13,7 @@ from flowfleet.api.votes import Asked, Ballot, Vote, VoteGroup
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.redis import keys
 from services.controller.store.link import Link, Pipe
+from services.controller.store.reading import row_of, rows_of
 from services.controller.store.records import from_epoch
 from services.controller.votes.pairing import is_complete
 
@@ -116,10 +117,10 @@ class Votes:
     async def _record(self, pipe: Pipe, job_id: str, place: str) -> VoteGroup | None:
         rows = [await pipe.hget(keys.vote_groups(job_id, state), place) for state in _STATES]
         row = rows[0] or rows[1]
-        return None if row is None else VoteGroup.model_validate_json(row)
+        return None if row is None else row_of(VoteGroup, row)
 
     async def _with_votes(self, job_id: str, rows: Iterable[bytes]) -> list[VoteGroup]:
-        groups = sorted((VoteGroup.model_validate_json(row) for row in rows), key=lambda one: (one.step, one.group))
+        groups = sorted(rows_of(VoteGroup, rows), key=lambda one: (one.step, one.group))
         votes = await self._link.each(
             groups, lambda pipe, one: pipe.lrange(keys.votes(job_id, one.step, one.group), 0, -1)
         )
@@ -154,4 +155,4 @@ def _place(field: bytes) -> tuple[int, int]:
 
 
 def _votes(rows: Iterable[bytes]) -> list[Vote]:
-    return [Vote.model_validate_json(row) for row in rows]
+    return rows_of(Vote, rows)

@@ -35,7 +35,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
 
 @router.get("/rewards")
 async def show_rewards(job_id: JobId, use: Use) -> Rewards:
-    return await _view(use, await use.store.jobs.get(job_id))
+    return await _view(use, (await use.store.jobs.get(job_id)).checked())
 
 
 @router.patch("/rewards", status_code=202)
@@ -46,11 +46,11 @@ async def change_rewards(request: Request, job_id: JobId, use: Use) -> Rewards:
         change = parse_change(await read_object(request))
     except ValueError as error:
         raise InvalidJob(str(error).split("\n")) from None
-    record = await use.store.jobs.get(job_id)
+    record = (await use.store.jobs.get(job_id)).checked()
     if not _is_repeated(record.rewards.newest, change):
         await use.store.rewards.change(job_id, await _revision(use, record, change))
         await use.runner.notify()
-    return await _view(use, await use.store.jobs.get(job_id))
+    return await _view(use, (await use.store.jobs.get(job_id)).checked())
 
 
 def _is_repeated(newest: RewardRevision, change: RewardChange) -> bool:

@@ -384,3 +384,19 @@ async def test_what_only_a_running_job_needs_goes_from_a_store_of_files(
             await files.get(refs[kind])
     for kind in ("media", "given"):
         assert await files.get(refs[kind]) == b"data"
+
+
+async def test_a_record_that_cannot_be_read_stops_no_removal(
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock
+) -> None:
+    jobs = [await history(store, blobs) for _ in range(3)]
+    for job_id in jobs:
+        await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    await redis.hset(keys.job(jobs[0]), mapping={"ended_at": "yesterday", "spec": "no JSON", "format": "9"})
+    await store.jobs.request(jobs[1], "delete")
+    keeper = Keeper(store, blobs, Keep(days=1), clock=clock)
+    await keeper.look()
+    assert [await store.removal.exists(job_id) for job_id in jobs] == [True, False, True]
+    await store.jobs.request(jobs[0], "delete")
+    await keeper.look()
+    assert not await store.removal.exists(jobs[0])

@@ -10,12 +10,24 @@ import pytest
 from pydantic import BaseModel
 
 from flowfleet.api.answers import read
-from flowfleet.api.jobs import Desired, Job, JobStatus
+from flowfleet.api.fleet import RewardLoad
+from flowfleet.api.jobs import Checkpoint, Desired, Job, JobStatus
+from flowfleet.api.rewards import RewardRevision
+from flowfleet.api.votes import Asked, Ballot, VoteSample
 from flowfleet.errors import OtherFormat
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys
 from services.controller.limits import Limits
-from services.controller.store.records import FORMAT, UNREADABLE, is_upgraded, spec_digest
+from services.controller.rewards.comparison import GroupScores
+from services.controller.store.records import (
+    FORMAT,
+    UNREADABLE,
+    SampleRecord,
+    Validation,
+    from_epoch,
+    is_upgraded,
+    spec_digest,
+)
 from tests.services.controller.conftest import Api
 
 MakeJob = Callable[..., dict[str, Any]]
@@ -185,3 +197,95 @@ async def test_warnings_are_stored_at_submit(api: Api, job: MakeJob) -> None:
     record = await api.submit(job(trainer={"updates_per_step": 1}))
     assert ["algorithm.clip_range" in warning for warning in record["warnings"]] == [True]
     assert (await listed(api))[record["id"]]["warnings"] == record["warnings"]
+
+
+async def fill(api: Api, job_id: str) -> None:
+    """Stores a row of each kind."""
+    store, now = api.store, from_epoch(await api.store.link.now())
+    await store.samples.put(job_id, SampleRecord(step=0, group=0, index=0, prompt="p", reward=0.5, scores={"ocr": 0.5}))
+    await store.history.put_metrics(job_id, 0, {"actor/loss": 0.5})
+    await store.history.add_checkpoint(job_id, Checkpoint(step=1, path="c", created_at=now))
+    await store.history.add_validation(job_id, Validation(version=0, reward=0.5))
+    await store.lists.add_point(job_id, 0, 0.5)
+    await store.rewards.put_load({"ocr": RewardLoad(in_flight=0, calls=1, failures=0)})
+    revision = RewardRevision(number=1, rewards={"ocr": {}}, requested_at=now, from_step=1, applied_at=now)
+    await store.rewards.change(job_id, revision)
+    async with store.link.redis.pipeline(transaction=True) as pipe:
+        await store.rewards.apply(job_id, revision, pipe)
+        await pipe.execute()
+    await store.rewards.change(job_id, revision.model_copy(update={"number": 2}))
+    await store.shadows.add(job_id, "a", "train", [GroupScores(step=0, group=0, active=[0.5], shadow=[0.5])])
+    asked = Asked(prompt="p", samples=[VoteSample(index=0), VoteSample(index=1)], wanted=3)
+    await store.votes.ask(job_id, 0, 0, asked)
+    ballot = Ballot(step=0, group=0, left=0, right=1, choice="tie", id="12345678", voter="ann")
+    await store.votes.vote(job_id, ballot)
+
+
+def of_tomorrow(text: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """Changes a JSON object; all else stays."""
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return text
+    return json.dumps(change(row)).encode() if isinstance(row, dict) else text
+
+
+async def change_rows(api: Api, job_id: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    """Changes every JSON object that Redis holds of a job, but its spec, and of the rewards' load."""
+    redis, count = api.store.link.redis, 0
+    names = [name async for name in redis.scan_iter(match=f"ff:{job_id}:*")]
+    for name in (*names, keys.reward_load().encode()):
+        kind = await redis.type(name)
+        if kind == b"hash":
+            rows = {field: value for field, value in (await redis.hgetall(name)).items() if field != b"spec"}
+            changed = {field: new for field, value in rows.items() if (new := of_tomorrow(value, change)) != value}
+            if changed:
+                await redis.hset(name, mapping=changed)
+            count += len(changed)
+        elif kind == b"list":
+            for index, value in enumerate(await redis.lrange(name, 0, -1)):
+                await redis.lset(name, index, of_tomorrow(value, change))
+                count += 1
+        elif kind == b"string":
+            await redis.set(name, of_tomorrow(await redis.get(name), change))
+            count += 1
+    return count
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "unknown fields": lambda row: {**row, "of_tomorrow": {"a": 1}},
+    "unknown words": lambda row: {name: OTHER if isinstance(value, str) else value for name, value in row.items()},
+    "nothing that is known": lambda row: {"of_tomorrow": 1},
+    "other types": lambda row: {name: [[]] for name in row},
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+async def test_rows_of_another_release_break_no_page(api: Api, stored: tuple[str, dict[str, Any]], how: str) -> None:
+    """Each page that reads, of a job with a row of each kind."""
+    job_id = stored[0]
+    await fill(api, job_id)
+    counted = await change_rows(api, job_id, CHANGES[how])
+    assert counted >= 11
+    pages = [
+        path
+        for path, page in api.app.openapi()["paths"].items()
+        if "get" in page and not path.endswith(("stream", "media"))
+    ]
+    place = {"{job_id}": job_id, "{step}": "0", "{group}": "0", "{index}": "0", "{name}": "a", "{voter}": "ann"}
+    answers, broken = {}, set[str]()
+    for path in pages:
+        url = path
+        for name, value in place.items():
+            url = url.replace(name, value)
+        response = await api.client.get(url)
+        answers[path] = response.status_code
+        broken |= {path} if response.status_code >= 500 and response.status_code != 501 else set()
+    assert broken == set()
+    if how == "unknown fields":
+        assert 501 not in answers.values()
+        assert len((await api.client.get(f"/v1/jobs/{job_id}/samples")).json()["items"]) == 1
+        assert len((await api.client.get(f"/v1/jobs/{job_id}/votes")).json()["items"][0]["votes"]) == 1
+    rows = ("events", "metrics", "validations", "checkpoints", "samples", "votes", "votes/preferences")
+    assert {answers[f"/v1/jobs/{{job_id}}/{name}"] for name in rows} == {200}
+    await api.submit({**stored[1], "name": "ours"})
