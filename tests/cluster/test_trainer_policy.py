@@ -29,8 +29,18 @@ CRAFTED: dict[str, tuple[Change, str]] = {
         "one container",
     ),
     "an init container": (
-        lambda pod, trainer: pod.update(initContainers=[{**trainer, "name": "first"}]),
-        "one container",
+        lambda pod, trainer: pod.update(initContainers=[*pod.get("initContainers", []), {**trainer, "name": "first"}]),
+        "init containers are those",
+    ),
+    "another command of an init container": (
+        lambda pod, trainer: pod.update(
+            initContainers=[{**init, "args": ["id"]} for init in pod.get("initContainers", [{**trainer, "name": "x"}])]
+        ),
+        "init containers are those",
+    ),
+    "another claim": (
+        lambda pod, trainer: pod.update(resourceClaims=[{"name": "gpu", "resourceClaimName": "of-another"}]),
+        "resource claims are those",
     ),
     "the controller's account": (
         lambda pod, trainer: pod.update(serviceAccountName=f"{FULLNAME}-controller"),

@@ -14,7 +14,7 @@ import yaml
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "flowfleet"
 FULLNAME = "fleet-flowfleet"
-PROFILES = ("nvidia", "cpu", "ascend")
+PROFILES = ("nvidia", "cpu", "ascend", "rdma", "kueue", "gitops")
 VARIANTS = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
 ALL = (*PROFILES, *VARIANTS)
 

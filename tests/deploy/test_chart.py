@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flowfleet.rpc.kinds import of_certificate
 from services.controller.platforms.kubernetes.template import parse_template
@@ -16,6 +17,7 @@ from tests.deploy.conftest import (
     API_SERVER,
     CHART,
     FULLNAME,
+    PROFILES,
     Object,
     Rendered,
     container,
@@ -93,14 +95,15 @@ def test_pods_meet_the_restricted_standard(any_profile: Rendered) -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["runAsGroup"] == 10001
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         assert spec["enableServiceLinks"] is False
         assert not any("hostPath" in volume for volume in spec["volumes"])
-        assert container(pod)["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for one in (container(pod), *spec.get("initContainers", ())):
+            assert one["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
 
 
 def test_only_the_controller_gets_a_token_of_the_api_server(any_profile: Rendered) -> None:
@@ -496,7 +499,10 @@ def test_certificates_of_your_own_need_no_cert_manager() -> None:
 
 
 def test_an_ingress_leads_to_rest() -> None:
-    assert Rendered("nvidia").kind("Ingress") == []
+    assert Rendered("nvidia").kind("Ingress") == Rendered("nvidia").kind("HTTPRoute") == []
+    (rule,) = Rendered("everything").get("HTTPRoute", "controller")["spec"]["rules"]
+    assert rule["timeouts"] == {"request": "0s", "backendRequest": "0s"}
+    assert rule["backendRefs"] == [{"name": f"{FULLNAME}-controller", "port": 8470}]
     spec = Rendered("everything").get("Ingress", "controller")["spec"]
     (rule,) = spec["rules"]
     assert rule["host"] == "fleet.example.com"
@@ -555,12 +561,29 @@ def test_pairs_of_settings_that_cannot_work_are_told() -> None:
         assert message in done.stderr, f"{setting}: {done.stderr}"
 
 
-def test_without_a_cluster_to_ask_the_command_for_the_api_servers_address_is_told() -> None:
-    done = helm("template", "fleet", str(CHART))
-    assert done.returncode != 0
-    for words in ("networkPolicy.apiServer.cidrs is empty", "kubectl --namespace default get service/kubernetes"):
-        assert words in done.stderr
-    assert helm("template", "fleet", str(CHART), "--set", "networkPolicy.enabled=false").returncode == 0
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_renders_without_a_cluster_and_twice_alike(profile: str) -> None:
+    """What could not be looked up is no network, so that the API server says which value to set."""
+    first, second = (helm("template", "fleet", str(CHART), *values_of(profile)).stdout for _ in range(2))
+    assert first == second
+    policies = [doc for doc in yaml.safe_load_all(first) if doc and doc["kind"] == "NetworkPolicy"]
+    (policy,) = (doc for doc in policies if doc["metadata"]["name"] == f"{FULLNAME}-controller")
+    networks = [
+        peer["ipBlock"]["cidr"] for rule in policy["spec"]["egress"] for peer in rule["to"] if "ipBlock" in peer
+    ]
+    told = "10.96.0.1/32" if profile == "gitops" else "set networkPolicy.apiServer.cidrs: helm could ask no cluster"
+    assert networks == [told]
+
+
+def test_runbooks_are_absolute_or_left_out() -> None:
+    enabled = "monitoring.prometheusRule.enabled=true"
+    for rendered, urls in (
+        (Rendered("everything"), {"https://git.example.com/flowfleet/docs/operations.md"}),
+        (Rendered("nvidia", enabled), set()),
+    ):
+        rules = [rule for group in rendered.get("PrometheusRule", "")["spec"]["groups"] for rule in group["rules"]]
+        told = [rule["annotations"]["runbook_url"] for rule in rules if "runbook_url" in rule.get("annotations", {})]
+        assert {url.partition("#")[0] for url in told} == urls
 
 
 def test_monitoring_is_rendered_where_it_is_switched_on() -> None:

@@ -59,6 +59,31 @@ def test_accelerator_settings_reach_pods_with_accelerators_alone() -> None:
     assert "nvidia.com/gpu" not in container(on_cpus)["resources"]["limits"]
 
 
+def test_devices_may_be_slices_or_claims() -> None:
+    rendered = Rendered("everything")
+    assert "nvidia.com/mig-3g.71gb" in container(rendered.pod("rollout-slices"))["resources"]["limits"]
+    claimed = rendered.pod("rollout-claimed")
+    assert claimed["spec"]["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
+    resources = container(claimed)["resources"]
+    assert (resources["claims"], "nvidia.com/gpu" in resources["limits"]) == ([{"name": "gpu"}], False)
+    assert environment(claimed)["FLOWFLEET_DEVICE"] == "cuda"
+
+    claims = 'trainer.resourceClaims=[{"name":"gpus","resourceClaimTemplateName":"eight"}]'
+    trainer = Rendered("nvidia", claims, 'accelerator.resource=""', 'pools=[{"name":"a","accelerators":0}]').trainer
+    assert trainer["metadata"]["annotations"]["flowfleet.io/accelerator"] == ""
+    assert container(trainer["spec"]["template"])["resources"]["claims"] == [{"name": "gpus"}]
+    assert environment(trainer["spec"]["template"])["FLOWFLEET_DEVICE"] == "cuda"
+
+
+def test_schedulers_and_init_containers_reach_their_pods() -> None:
+    rendered = Rendered("everything")
+    trainer = rendered.trainer["spec"]["template"]["spec"]
+    assert (trainer["schedulerName"], [one["name"] for one in trainer["initContainers"]]) == ("gangs", ["weights"])
+    large = rendered.pod("rollout-large")["spec"]
+    assert (large["schedulerName"], [one["name"] for one in large["initContainers"]]) == ("gangs", ["warm"])
+    assert "schedulerName" not in rendered.pod("rollout-default")["spec"]
+
+
 def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
     rendered = Rendered("everything")
     large, default = rendered.pod("rollout-large"), rendered.pod("rollout-default")
@@ -354,13 +379,16 @@ def test_models_and_stores_reach_controller_rollouts_and_trainers() -> None:
 # -- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_generated_secrets_are_long_and_different() -> None:
-    first, second = Rendered("nvidia"), Rendered("nvidia", "commonLabels={}")
-    values = [
-        value for rendered in (first, second) for doc in rendered.kind("Secret") for value in doc["data"].values()
-    ]
-    assert len(set(values)) == len(values) == 20
-    assert all(len(value) >= 40 for value in values)
+def test_passwords_that_cannot_be_kept_are_refused_by_the_api_server() -> None:
+    """Rendered without a cluster the Secrets are alike each time, and have a label that no API server takes."""
+    first, second = (Rendered("nvidia", *labels).kind("Secret") for labels in ((), ("commonLabels={}",)))
+    assert first == second
+    said = [doc["metadata"]["labels"]["flowfleet.io/refused"] for doc in first]
+    assert [words.split(":")[0] for words in said] == [
+        "set secrets.apiKey.existingSecret", "set redis.auth.existingSecret",
+    ]  # fmt: skip
+    assert all(len(words) > 63 for words in said)
+    assert "flowfleet.io/refused" not in json.dumps(Rendered("gitops").objects)
 
 
 def test_secrets_that_are_given_are_not_made() -> None:

@@ -200,6 +200,40 @@ topologySpreadConstraints:
 {{- with $settings.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- with $settings.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with $settings.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $settings.initContainers }}
+initContainers:
+  {{- range . }}
+  - {{- toYaml (merge (deepCopy .) (dict "imagePullPolicy" $root.Values.images.pullPolicy "securityContext" (include "flowfleet.securityContext" $root | fromYaml))) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Extended resource of a pool, reward, judge or the trainers; none where claims bring the devices: (list root settings). */}}
+{{- define "flowfleet.deviceResource" -}}
+{{- $settings := index . 1 -}}
+{{- if not $settings.resourceClaims }}{{ $settings.acceleratorResource | default (index . 0).Values.accelerator.resource }}{{ end -}}
+{{- end }}
+
+{{/* Resources of a container, with its devices: (list root settings accelerators). */}}
+{{- define "flowfleet.resources" -}}
+{{- $settings := index . 1 }}{{ $accelerators := index . 2 }}
+{{- $resources := deepCopy $settings.resources }}
+{{- with and $accelerators (include "flowfleet.deviceResource" .) }}
+{{- $_ := set $resources "limits" (set ($resources.limits | default dict) . $accelerators) }}
+{{- end }}
+{{- with $settings.resourceClaims }}
+{{- $claims := $resources.claims | default list }}
+{{- range . }}{{ $claims = append $claims (dict "name" .name) }}{{ end }}
+{{- $_ := set $resources "claims" $claims }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{- define "flowfleet.imagePullSecrets" -}}
@@ -222,11 +256,26 @@ imagePullSecrets:
 {{- .Values.redis.auth.existingSecret | default (printf "%s-redis" (include "flowfleet.fullname" .)) }}
 {{- end }}
 
-{{/* A generated value, kept when its Secret is there: (list root secretName key length). */}}
+{{/* "true" where helm talks to a cluster; "" in `helm template` and tools of GitOps, for which `lookup` finds nothing. */}}
+{{- define "flowfleet.hasCluster" -}}
+{{- if or (lookup "v1" "ServiceAccount" .Release.Namespace "default") (lookup "v1" "Service" "default" "kubernetes") }}true{{ end }}
+{{- end }}
+
+{{/* A generated value, kept when its Secret is there: (list root secretName key length). Without a cluster it is the same
+at each rendering, and `flowfleet.refused` keeps it from being installed. */}}
 {{- define "flowfleet.generated" -}}
 {{- $root := index . 0 -}}
 {{- $there := lookup "v1" "Secret" $root.Release.Namespace (index . 1) -}}
-{{- get (($there | default dict).data | default dict) (index . 2) | default (randAlphaNum (int (index . 3)) | b64enc) }}
+{{- $new := include "flowfleet.hasCluster" $root | empty | not | ternary (randAlphaNum (int (index . 3))) (printf "rendered-without-a-cluster-%s" (index . 2)) -}}
+{{- get (($there | default dict).data | default dict) (index . 2) | default ($new | b64enc) }}
+{{- end }}
+
+{{/* Label of a generated Secret that was rendered without a cluster. API servers refuse it and quote it: what says
+which value to set, where a tool that only renders would make other passwords each time. (list root value) */}}
+{{- define "flowfleet.refused" -}}
+{{- if not (include "flowfleet.hasCluster" (index . 0)) }}
+flowfleet.io/refused: "set {{ index . 1 }}.existingSecret: helm could ask no cluster, so no password can be generated and kept"
+{{- end }}
 {{- end }}
 
 {{/* TLS: the Secret of a component. (list root component) */}}
@@ -474,7 +523,7 @@ spec:
 {{- range .Values.volumeMounts }}{{ if not (has .name $private) }}{{ $roots = append $roots .mountPath }}{{ end }}{{ end -}}
 {{- toJson (uniq (concat $roots .Values.controller.dataRoots)) -}}
 {{- end }}
-{{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given or the cluster cannot be asked. */ -}}
+{{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given. */ -}}
 {{- define "flowfleet.apiServer" -}}
 {{- $cidrs := .Values.networkPolicy.apiServer.cidrs -}}
 {{- if not (or $cidrs .Values.networkPolicy.apiServer.to) -}}
@@ -486,6 +535,8 @@ spec:
 {{- range .endpoints }}{{ $addresses = concat $addresses .addresses }}{{ end -}}
 {{- end -}}
 {{- range uniq $addresses }}{{ $cidrs = append $cidrs (printf "%s/%s" . (ternary "128" "32" (contains ":" .))) }}{{ end -}}
+{{- /* API servers refuse this and quote it. */ -}}
+{{- if not $cidrs }}{{ $cidrs = list "set networkPolicy.apiServer.cidrs: helm could ask no cluster" }}{{ end -}}
 {{- end -}}
 {{- toJson $cidrs -}}
 {{- end }}

@@ -4,7 +4,8 @@
 {{- $name := printf "%s-trainer" $fullname }}
 {{- $trainer := .Values.trainer }}
 {{- $selector := include "flowfleet.selector" (list . "trainer") }}
-{{- $accelerated := not (empty .Values.accelerator.resource) }}
+{{- $resource := include "flowfleet.deviceResource" (list . $trainer) }}
+{{- $accelerated := not (empty (or $resource $trainer.resourceClaims)) }}
 {{- $accelerator := $accelerated | ternary .Values.accelerator dict }}
 apiVersion: batch/v1
 kind: Job
@@ -17,7 +18,7 @@ metadata:
     {{- end }}
   annotations:
     flowfleet.io/ranks-per-pod: {{ int $trainer.ranksPerPod | quote }}
-    flowfleet.io/accelerator: {{ .Values.accelerator.resource | quote }}
+    flowfleet.io/accelerator: {{ $resource | quote }}
     flowfleet.io/drain-s: {{ int $trainer.drainSeconds | quote }}
     {{- with .Values.commonAnnotations }}
     {{- toYaml . | nindent 4 }}
@@ -88,7 +89,7 @@ spec:
             - {name: metrics, containerPort: 9470}
             - {name: rendezvous, containerPort: 29500}
           resources:
-            {{- toYaml $trainer.resources | nindent 12 }}
+            {{- include "flowfleet.resources" (list . $trainer 0) | nindent 12 }}
           securityContext:
             {{- include "flowfleet.securityContext" . | nindent 12 }}
           volumeMounts:
