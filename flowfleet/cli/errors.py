@@ -7,7 +7,7 @@ from typing import Any, Final
 import typer
 import typer.core
 from pydantic import ValidationError
-from rich.markup import escape
+from rich.text import Text
 
 from flowfleet.api.problems import ApiError
 from flowfleet.cli.options import err
@@ -52,7 +52,7 @@ class Group(typer.core.TyperGroup):
             message = str(error)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+        err.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -11,11 +11,12 @@ import typer
 from pydantic_core import to_json
 from rich.console import Console
 
+from flowfleet.cli.terminal import Terminal, escaped
 from flowfleet.client.client import Client
 from flowfleet.client.connection import DEFAULT_URL
 
-out = Console(width=None if Console().is_terminal else 160)
-err = Console(stderr=True)
+out = Terminal(width=None if Console().is_terminal else 160)
+err = Terminal(stderr=True)
 
 Url = Annotated[
     str | None,
@@ -31,14 +32,14 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id or the star
 def tell(value: object, as_json: bool, show: Callable[[], object]) -> None:
     """Prints a command's result: `value` as JSON, or what `show` prints for people."""
     if as_json:
-        typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
+        typer.echo(escaped(to_json(value, indent=2, inf_nan_mode="null")))
     else:
         show()
 
 
 def tell_line(value: object) -> None:
     """Prints one JSON line of a command that prints many."""
-    typer.echo(to_json(value, inf_nan_mode="null"))
+    typer.echo(escaped(to_json(value, inf_nan_mode="null")))
 
 
 @contextlib.contextmanager

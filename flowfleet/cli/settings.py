@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from flowfleet import plugins
 from flowfleet.cli.options import Json, out, tell
@@ -42,5 +43,6 @@ def _show(shown: Sequence[Setting]) -> None:
         out.print(table)
         return
     (row,) = shown
-    out.print(f"[bold]{row.name}[/bold]  {row.values.replace('`', '')}; default: {row.default}", highlight=False)
+    about = f"  {row.values.replace('`', '')}; default: {row.default}"
+    out.print(Text.assemble((row.name, "bold"), about))
     out.print(row.description, highlight=False, markup=False)

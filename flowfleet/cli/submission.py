@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from flowfleet.cli.views import as_yaml
 from flowfleet.hardware.accelerators import show_only
@@ -116,7 +115,7 @@ def num_held_out(spec: JobSpec) -> int:
 def show_data(files: Iterable[dict[str, Any]], out: Console) -> None:
     """Prints a line or two of each data set."""
     for file in files:
-        first = escape(repr(file["first"][:_SHOWN]))
+        first = repr(file["first"][:_SHOWN])
         out.print(f"data.{file['data']}: {file['prompts']} prompts, first {first}", highlight=False)
         if file["metadata"]:
-            out.print(f"  metadata: {escape(', '.join(file['metadata']))}", highlight=False)
+            out.print(f"  metadata: {', '.join(file['metadata'])}", highlight=False)

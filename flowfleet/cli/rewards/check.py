@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from flowfleet.cli.options import Json, tell
+from flowfleet.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from flowfleet.conformance import Result
@@ -58,14 +59,14 @@ def check_reward(
         cert=cert,
         key=key,
     )
-    progress = Console(stderr=True)
+    progress = Terminal(stderr=True)
     with progress.status("connecting") as status:
 
         def asked(result: Result) -> None:
             status.update(f"{result.name}: {result.status}")
 
         report = conformance.run(address, options, asked)
-    tell(report, json_, lambda: report.render(Console(width=None if Console().is_terminal else 120)))
+    tell(report, json_, lambda: report.render(Terminal(width=None if Console().is_terminal else 120)))
     if not report.ok:
         raise typer.Exit(1)
 

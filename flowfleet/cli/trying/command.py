@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.markup import escape
 from rich.text import Text
 
 from flowfleet.api.jobs import Job
@@ -126,7 +125,7 @@ def _metadata(job: Job) -> dict[str, Mapping[str, str]]:
             known |= {prompt.text: prompt.metadata for prompt in read_prompts(source, columns)}
         except ValueError as error:
             text = f"metadata of the prompts of {setting} is not sent: {error}"
-            err.print(f"[yellow]note:[/yellow] {escape(text)}", highlight=False)
+            err.print(Text.assemble(("note:", "yellow"), f" {text}"))
     return known
 
 
