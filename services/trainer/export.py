@@ -38,6 +38,7 @@ from flowfleet.job.model_files import CARD, MANIFEST, Kind, ModelFile, ModelMani
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.weights import weights
+from flowfleet.weights.files import sort_metadata
 from services.trainer.checkpoints.fence import Fence
 from services.trainer.checkpoints.files import digest_of
 from services.trainer.model.card import Loaded, model_card
@@ -151,6 +152,7 @@ def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> Non
                 engine.adapter.pipeline_class.save_lora_weights(
                     path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config, weight_name=name
                 )
+            sort_metadata(path / name)
             _share(path / name)
         _write_peft(engine, path if number == 0 else path / component, layers)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowfleet.job.adapter_files import PEFT_CONFIG, PEFT_FILE
+from flowfleet.weights.files import sort_metadata
 
 _PREFIX = "base_model.model."
 FIRST = "transformer"
@@ -73,6 +74,7 @@ def _replace(file: Path, state: dict[str, Tensor], metadata: Any) -> None:
     mode = file.stat().st_mode & 0o777
     aside = file.with_name(f".{file.name}.merged")
     save_file(state, aside, metadata=metadata)
+    sort_metadata(aside)
     aside.chmod(mode)
     os.replace(aside, file)
 
