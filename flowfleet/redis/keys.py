@@ -110,6 +110,11 @@ def session(digest: str) -> str:
     return fleet_key("sessions", digest)
 
 
+def logins(digest: str) -> str:
+    """Names of a key's newest sessions, by the key's SHA-256."""
+    return fleet_key("logins", digest)
+
+
 def changes() -> str:
     """Pub/sub channel by which controllers ask each other to look again: at jobs, or at demand."""
     return fleet_key("changes")

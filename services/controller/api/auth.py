@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,7 +24,7 @@ from flowfleet.process.service import is_loopback
 from flowfleet.redis.trouble import trouble
 from services.controller.api.keys import ANYONE, Holder, Keys
 from services.controller.api.problems import RETRY_S, problem
-from services.controller.api.sessions import COOKIE
+from services.controller.api.sessions import cookie_name
 
 PROBES = frozenset({"/healthz", "/readyz"})
 SESSION = "/v1/session"
@@ -51,6 +52,8 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             refusal = await self._refusal(scope, headers)
+        except HTTPException as refused:
+            refusal = problem(refused.status_code, refused.detail, scope["path"], headers=refused.headers)
         except RedisError as error:
             refusal = problem(503, trouble(error) or str(error), scope["path"], headers={"Retry-After": RETRY_S})
         return await (refusal or self._app)(scope, receive, send)
@@ -67,7 +70,7 @@ class Guard:
             if not headers.get("cookie") and path != SESSION:
                 return _unknown(path)
             return problem(403, "the request does not come from the controller's own page: send an API key", path)
-        holder = self._keys.holder(key) if key else await self._by_cookie(scope, headers)
+        holder = await (self._keys.checked(key, address_of(scope)) if key else self._by_cookie(scope, headers))
         _note(scope, holder)
         if path == SESSION or (method in _SAFE and _PAGE.fullmatch(path)):
             return None
@@ -84,10 +87,15 @@ class Guard:
         return await scope["app"].state.services.sessions.find(token) if token else None
 
 
+def address_of(scope: Scope) -> str:
+    """A caller's address; empty where there is none, as on a Unix socket."""
+    return str((scope.get("client") or ("",))[0])
+
+
 def session_token(headers: Headers) -> str:
     """The session's token; empty without one."""
     try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        morsel = SimpleCookie(headers.get("cookie", "")).get(cookie_name(headers))
     except CookieError:
         return ""
     return morsel.value if morsel else ""

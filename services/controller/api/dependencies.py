@@ -19,6 +19,7 @@ from flowfleet.api.samples import Purpose
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from flowfleet.lru import LruCache
+from services.controller.api.auth import address_of
 from services.controller.api.connections import Streams
 from services.controller.api.feed import Feed
 from services.controller.api.keys import Holder, Keys
@@ -96,7 +97,7 @@ Who = Annotated[Holder, Depends(_holder)]
 def callers_of(request: Request, who: Holder) -> dict[str, str]:
     """Name and address of a caller, whose shares are limited; empty on a controller without keys, which serves its
     machine alone."""
-    return {"key": who.name, "address": request.client.host if request.client else ""} if who.name else {}
+    return {"key": who.name, "address": address_of(request.scope)} if who.name else {}
 
 
 def job_id_of(job_id: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.api.access import Right
+from services.controller.api.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Keys:
     def __init__(self, api_key: str | None, file: Path | None = None) -> None:
         self._own = {} if api_key is None else {digest_of(api_key): Holder(OPERATOR, Right.STEER, digest_of(api_key))}
         self._file = file
+        self._throttle = Throttle()
         self._seen: tuple[int, int] | None = None
         self._listed: Mapping[str, Holder] = {}
         if file is not None:
@@ -66,6 +68,14 @@ class Keys:
     def holder(self, key: str) -> Holder | None:
         """The key's holder, None for one that opens nothing. Compares digests, so the time taken tells nothing."""
         return self.by_digest(digest_of(key))
+
+    async def checked(self, key: str, address: str) -> Holder | None:
+        """The key's holder, as `holder` gives it. Slows down an address that sends wrong keys; raises HTTPException 429
+        for one that sends many."""
+        self._throttle.check(address)
+        if (found := self.holder(key)) is None:
+            await self._throttle.note_wrong(address)
+        return found
 
     def by_digest(self, digest: str) -> Holder | None:
         self._look()

@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from services.controller.api.keys import Holder, Keys
@@ -21,6 +23,8 @@ from services.controller.store.records import from_epoch
 
 COOKIE = "flowfleet_session"
 SESSION_S = 24 * 3600
+MAX_SESSIONS = 20
+"""Sessions of one key; a further login ends the oldest."""
 _TOKEN_BYTES = 32
 _MAX_TOKEN = 100
 
@@ -36,7 +40,16 @@ class Sessions:
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         ends = from_epoch(steady_time() + SESSION_S)
         row = json.dumps({"key": holder.digest, "ends": ends.isoformat()})
-        await self._redis.set(_name(token), row, ex=SESSION_S)
+        name, logins = _name(token), keys.logins(holder.digest)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(name, row, ex=SESSION_S)
+            pipe.lpush(logins, name)
+            pipe.lrange(logins, MAX_SESSIONS, -1)
+            pipe.ltrim(logins, 0, MAX_SESSIONS - 1)
+            pipe.expire(logins, SESSION_S)
+            _, _, oldest, _, _ = await pipe.execute()
+        if oldest:
+            await self._redis.unlink(*oldest)
         return token, ends
 
     async def find(self, token: str) -> Holder | None:
@@ -66,6 +79,12 @@ class Sessions:
     async def _row(self, token: str) -> dict[str, str] | None:
         row = await self._redis.get(_name(token)) if 0 < len(token) <= _MAX_TOKEN else None
         return None if row is None else json.loads(row)
+
+
+def cookie_name(headers: Headers) -> str:
+    """Name of the cookie at the port that the browser asked: browsers send a host's cookies to each of its ports."""
+    port = headers.get("host", "").rpartition(":")[2]
+    return f"{COOKIE}_{port}" if port.isascii() and port.isdecimal() else COOKIE
 
 
 def _name(token: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from services.controller.api import sessions
+from services.controller.api import sessions, throttle
 from services.controller.api.keys import Keys
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
@@ -17,6 +19,7 @@ from tests.services.controller.conftest import Api, serve
 KEY, LOOKS, VOTES = "the-operators-own-key", "a-key-that-may-look", "a-key-that-may-vote"
 HOST = "http://127.0.0.1:8080"
 OURS = {"Origin": HOST}
+COOKIE = "flowfleet_session_8080"
 NO_JOB = "/v1/jobs/01890000-0000-7000-8000-000000000000"
 
 
@@ -57,17 +60,17 @@ async def test_a_session_stands_for_its_key_until_logout(with_keys: ControllerSe
         assert (shown["name"], shown["may"]) == ("operator", "steer")
         assert shown["expires_at"] == opened.json()["expires_at"] > "2026"
         assert (await api.client.get("/v1/jobs")).status_code == 200
-        token = api.client.cookies[sessions.COOKIE]
+        token = api.client.cookies[COOKIE]
         assert (await api.client.delete("/v1/session", headers=OURS)).status_code == 204
-        assert sessions.COOKIE not in api.client.cookies
-        api.client.cookies.set(sessions.COOKIE, token)  # a stolen one is worth nothing now
+        assert COOKIE not in api.client.cookies
+        api.client.cookies.set(COOKIE, token)  # a stolen one is worth nothing now
         assert (await api.client.get("/v1/jobs")).status_code == 401
 
 
 async def test_redis_holds_no_token_and_forgets_in_time(with_keys: ControllerSettings) -> None:
     async with serve(with_keys) as api:
         await log_in(api)
-        token = api.client.cookies[sessions.COOKIE]
+        token = api.client.cookies[COOKIE]
         names = [name async for name in api.services.redis.scan_iter("ff-fleet:sessions:*")]
         held = b"".join([name + await api.services.redis.get(name) for name in names])
         assert len(names) == 1
@@ -78,13 +81,65 @@ async def test_redis_holds_no_token_and_forgets_in_time(with_keys: ControllerSet
         assert (await api.client.get("/v1/jobs")).status_code == 401
 
 
+async def test_a_key_has_a_few_sessions_and_the_newest_stay(
+    with_keys: ControllerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    async with serve(with_keys) as api:
+        tokens = []
+        for key in (LOOKS, KEY, KEY, KEY, KEY, KEY):
+            await log_in(api, key)
+            tokens.append(api.client.cookies[COOKIE])
+        names = [name async for name in api.services.redis.scan_iter("ff-fleet:sessions:*")]
+        assert len(names) == 4
+        alive = [await api.services.sessions.find(token) is not None for token in tokens]
+        assert alive == [True, False, False, True, True, True]
+
+
+async def test_controllers_on_two_ports_have_a_cookie_each(with_keys: ControllerSettings) -> None:
+    async with serve(with_keys) as api:
+        for port in (8080, 8081):
+            await log_in(api, Origin=f"http://127.0.0.1:{port}", Host=f"127.0.0.1:{port}")
+        assert {cookie.name for cookie in api.client.cookies.jar} == {COOKIE, "flowfleet_session_8081"}
+        other = {"Origin": "http://127.0.0.1:8081", "Host": "127.0.0.1:8081"}
+        assert (await api.client.delete("/v1/session", headers=other)).status_code == 204
+        assert (await api.client.get("/v1/jobs")).status_code == 200
+
+
+@pytest.mark.parametrize("way", ["header", "login"])
+async def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
+    with_keys: ControllerSettings, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(throttle, "DELAY_S", 0.3)
+    monkeypatch.setattr(throttle, "AT_ONCE", 4)
+
+    async def guess(key: str) -> int:
+        if way == "login":
+            return int((await log_in(api, key)).status_code)
+        return int((await api.client.get("/v1/jobs", headers={"X-API-Key": key})).status_code)
+
+    async with serve(with_keys) as api:
+        assert {await guess(f"a-wrong-key-{number}") for number in range(throttle.FREE)} == {401}
+        began = time.monotonic()
+        assert await guess("a-wrong-key") == 429
+        assert time.monotonic() - began >= 0.3
+        assert await guess(KEY) == 200
+        waiting = [asyncio.create_task(guess(f"many-at-once-{number}")) for number in range(4)]
+        await asyncio.sleep(0.1)
+        assert await guess(KEY) == 429  # not even looked at, while so many wait
+        assert await asyncio.gather(*waiting) == [429] * 4
+        assert await guess(KEY) == 200
+        monkeypatch.setattr(throttle, "PERIOD_S", 0.0)
+        assert await guess("a-wrong-key") == 401
+
+
 async def test_a_wrong_key_opens_nothing(with_keys: ControllerSettings) -> None:
     async with serve(with_keys) as api:
         for key in ("", KEY[:-1], KEY.upper(), "ключ"):
             answer = await log_in(api, key)
             assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
         assert (await api.client.post("/v1/session", json={"key": 3}, headers=OURS)).status_code == 400
-        api.client.cookies.set(sessions.COOKIE, "x" * 4000)
+        api.client.cookies.set(COOKIE, "x" * 4000)
         assert (await api.client.get("/v1/jobs")).status_code == 401
 
 
@@ -149,9 +204,9 @@ async def test_sessions_outlive_a_controller_and_die_with_their_key(with_keys: C
     assert with_keys.keys_file is not None
     async with serve(with_keys) as first:
         await log_in(first, VOTES)
-        token = first.client.cookies[sessions.COOKIE]
+        token = first.client.cookies[COOKIE]
         async with serve(with_keys) as second:  # on the same Redis
-            second.client.cookies.set(sessions.COOKIE, token)
+            second.client.cookies.set(COOKIE, token)
             assert (await second.client.get("/v1/session")).json()["name"] == "bob"
             with_keys.keys_file.write_text(listed(("ann", LOOKS, "look")))
             assert (await second.client.get("/v1/jobs")).status_code == 401
