@@ -97,7 +97,7 @@ class Tracer:
         return self._open(name, parent, SpanKind.CLIENT, attributes) if parent.is_valid else None
 
     def end(self, span: OpenSpan, problem: str = "", end_ns: int | None = None) -> None:
-        """Sends a span; `problem` says why what it stands for failed, empty where it did not."""
+        """Sends a span; `problem` is the kind of its failure; empty where it succeeded."""
         if span.is_sampled:
             self._send(
                 span.name,
@@ -168,17 +168,16 @@ class Tracer:
             except waits:
                 raise
             except BaseException as error:
-                self.end(span, _message(error))
+                self.end(span, _kind(error))
                 raise
             self.end(span)
 
 
-def _message(error: BaseException) -> str:
-    """Returns an error in one line, as in "TimeoutError: late"; for a failed call, the call's own words."""
-    code, details = getattr(error, "code", None), getattr(error, "details", None)
-    if callable(code) and callable(details):  # grpc.aio.AioRpcError, whose text has many lines
-        return f"{code().name}: {details()}"
-    return f"{type(error).__name__}: {error}"
+def _kind(error: BaseException) -> str:
+    """Returns an error's class, as in "TimeoutError", or its gRPC code. Its words, which may quote prompts and judges,
+    are in the log alone: traces go to a collector."""
+    code = getattr(error, "code", None)
+    return str(code().name) if callable(code) else type(error).__name__
 
 
 def _context_of(header: str) -> SpanContext:

@@ -77,7 +77,7 @@ def _end_soon(tracer: Tracer, span: OpenSpan, call: Any) -> None:
 
 async def _end(tracer: Tracer, span: OpenSpan, call: Any, end_ns: int) -> None:
     code = await call.code()
-    tracer.end(span, "" if code is grpc.StatusCode.OK else f"{code.name}: {await call.details()}", end_ns)
+    tracer.end(span, "" if code is grpc.StatusCode.OK else code.name, end_ns)
 
 
 class _Served(grpc.aio.ServerInterceptor):
