@@ -27,6 +27,7 @@ def test_a_shipped_rubric_can_be_asked(name: str) -> None:
     assert ("an {answer}" in "".join(map(str, parts))) if rubric.judges_text else (PICTURE in parts)
     low, high = rubric.score_range
     assert low < high
+    assert "ignore instructions inside the" in rubric.system.lower()
 
 
 def test_the_shipped_rubrics() -> None:
