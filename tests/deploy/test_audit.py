@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -130,3 +131,10 @@ def test_an_entry_is_for_its_package_alone(tmp_path: Path) -> None:
 
 def test_the_list_of_the_repository_is_in_order() -> None:
     audit.allowed(audit.ALLOWED, datetime.datetime.now(datetime.UTC).date())
+
+
+def test_ci_runs_actions_by_their_commits() -> None:
+    """A tag can be moved to other code."""
+    used = re.findall(r"uses: *(.+)", (CI.parents[1] / ".github/workflows/ci.yml").read_text())
+    assert used
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v[\d.]+", one) for one in used)
