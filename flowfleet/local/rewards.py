@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowfleet.job.setting_files import read_table
+from flowfleet.job.setting_files import change_table, read_table
 from flowfleet.job.spec import REWARD_NAME
 from flowfleet.scorers import known
 
@@ -61,13 +61,20 @@ def parse_reward(text: str) -> Reward:
 
 def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:
     path = _existing(file, text)
-    return (f"function={path.stem}:{function}", f"path={path.parent}", f"name={name}")
+    return (f"function={path.stem}:{function}", f"path={path.parent}", _named(name))
 
 
 def _of_settings(name: str, file: Path) -> Reward:
     """A module is looked for in the current folder, unless the settings say where."""
     folder = () if "path" in read_table(file, "a settings") else (f"path={Path.cwd()}",)
-    return Reward(name, "python", (f"name={name}", *folder), settings_file=file)
+    return Reward(name, "python", (_named(name), *folder), settings_file=file)
+
+
+def _named(name: str) -> str:
+    """The setting `name`, in quotes where it would be read as something else than text: nan, true, 1."""
+    plain: dict[str, object] = {}
+    change_table(plain, f"name={name}", "name=mine")
+    return f"name={name}" if plain["name"] == name else f'name="{name}"'
 
 
 def _existing(file: Path, text: str) -> Path:

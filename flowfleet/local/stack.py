@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,12 +171,12 @@ class StateDir:
             record.unlink(missing_ok=True)
 
     def log_tail(self, name: str, num_lines: int = 8) -> str:
-        """The end of a process's log, messages taken out of their JSON."""
+        """The end of a process's log: messages, and the exceptions that were logged with them, out of their JSON."""
         try:
             lines = self.log(name).read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return "(no log)"
-        return "\n".join(f"  {_message(line)}" for line in lines[-num_lines:])
+        return textwrap.indent("\n".join(map(_message, lines[-num_lines:])), "  ")
 
 
 def stack_at(url: str) -> Stack | None:
@@ -214,8 +216,15 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def _raised(traceback: str) -> str:
+    """The exception at the end of a traceback, without its frames."""
+    last = traceback.rstrip().split('\n  File "')[-1].splitlines()
+    return "\n".join(itertools.dropwhile(lambda line: line.startswith("  "), last[1:])) or last[0]
+
+
 def _message(line: str) -> str:
     try:
-        return str(json.loads(line)["msg"])
+        entry = json.loads(line)
+        return str(entry["msg"]) + (f": {_raised(entry['error'])}" if entry.get("error") else "")
     except (ValueError, KeyError, TypeError):
         return line

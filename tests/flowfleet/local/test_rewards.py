@@ -9,6 +9,7 @@ import pytest
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.local.rewards import Reward, parse_reward
 from flowfleet.local.secrets import StackSecrets
+from services.reward.settings import read_settings
 
 
 def test_scorers_with_settings_under_names_and_services(tmp_path: Path) -> None:
@@ -70,3 +71,11 @@ def test_the_service_reads_its_settings_from_the_file(tmp_path: Path) -> None:
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], StackSecrets())
     [reward] = [process for process in plan.processes if process.name == "reward-mine"]
     assert reward.argv[-4:] == ("--settings", f"{tmp_path}/mine.toml", "--set", "name=mine")
+
+
+@pytest.mark.parametrize("name", ["nan", "true", "1", "1e5", "inf", "2024-01-01", "0x1F", "null", "mine"])
+@pytest.mark.parametrize("suffix", ["py:score", "toml"])
+def test_a_name_is_text_whatever_it_looks_like(tmp_path: Path, name: str, suffix: str) -> None:
+    (tmp_path / f"{name}.{suffix.partition(':')[0]}").touch()
+    reward = parse_reward(f"{name}={tmp_path}/{name}.{suffix}")
+    assert read_settings(None, reward.settings)["name"] == name
