@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, errors
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from flowfleet.api.problems import ApiError
@@ -33,4 +33,10 @@ def upload(folder: Path, repo: str, message: str, *, private: bool = False) -> s
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         raise ApiError(status, f"the hub refused the upload to {repo}: {error.server_message or error}") from None
+    except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # no network, or the hub's offline mode
+        raise ApiError(
+            0,
+            f"the hub at {api.endpoint} cannot be reached ({type(error).__name__}: {error}): check the network and "
+            "HF_ENDPOINT, and push again",
+        ) from None
     return str(place)

@@ -282,6 +282,12 @@ def test_a_model_is_pushed_to_a_hub(
     assert "Traceback" not in refused.stderr
     named = subprocess.run([*command[:-1], "signs"], capture_output=True, text=True, timeout=60)
     assert "give ORG/NAME" in named.stderr
+    for name, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+        away = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (away.returncode, "Traceback" in away.stderr) == (1, False)
+        assert "cannot be reached" in away.stderr
+        assert "HF_ENDPOINT" in away.stderr
 
 
 # Continued ------------------------------------------------------------------------------------------------------------
