@@ -32,7 +32,7 @@ Parts = Mapping[Component, tuple[str, ...]]
 
 USUAL_PARTS: Parts = {"transformer": ("transformer",), "text_encoder": ("text_encoder", "tokenizer"), "vae": ("vae",)}
 
-_DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
+DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
 
 class StoredNames(Protocol):
@@ -68,7 +68,7 @@ def load_pipeline(
     absent = {part: None for component in ALL_COMPONENTS if component not in components for part in parts[component]}
     absent |= dict.fromkeys(own_parts)
     dtypes = {"default": dtype} | dict.fromkeys(parts["vae"], vae_dtype or dtype)
-    options: dict[str, Any] = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, "use_safetensors": True, **absent}
+    options: dict[str, Any] = {DTYPE_KEYWORD: dtypes, "local_files_only": True, "use_safetensors": True, **absent}
     try:
         with _no_progress_bars():
             index = pipeline_class.load_config(str(path), local_files_only=True)

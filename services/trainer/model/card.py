@@ -9,6 +9,7 @@ from flowfleet.hub import HubName, origin_of
 from flowfleet.job.adapter_files import DIFFUSERS_FILE
 from flowfleet.job.model_files import Kind, Weights
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.loading import DTYPE_KEYWORD
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> I
     yield ""
     yield 'folder = "."  # this folder, or ORG/NAME once it is on a hub'
     if kind == "pipeline":
-        yield f"pipe = {pipeline}.from_pretrained(folder, torch_dtype=torch.{spec.model.dtype})"
+        yield f"pipe = {pipeline}.from_pretrained(folder, {DTYPE_KEYWORD}=torch.{spec.model.dtype})"
         return
     source = _place(spec, base)
-    yield f"pipe = {pipeline}.from_pretrained({source}, torch_dtype=torch.{spec.model.dtype})"
+    yield f"pipe = {pipeline}.from_pretrained({source}, {DTYPE_KEYWORD}=torch.{spec.model.dtype})"
     named = "" if len(components) == 1 else f', weight_name="{DIFFUSERS_FILE}"'
     yield f"pipe.load_lora_weights(folder{named})"
     for component in components[1:]:

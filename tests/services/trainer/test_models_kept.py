@@ -19,6 +19,7 @@ from flowfleet.errors import Full, InvalidRequest
 from flowfleet.hub import HubName, origin_of
 from flowfleet.job.model_files import MANIFEST, model_folder, read_manifest
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.loading import DTYPE_KEYWORD
 from flowfleet.proto import trainer_pb2
 from services.trainer import export
 from services.trainer.checkpoints.set_aside import kept_aside
@@ -93,7 +94,7 @@ def test_its_files_have_digests_and_the_mode_of_the_umask(
     assert oct(folder.stat().st_mode & 0o777) == "0o750"
     card = (folder / "README.md").read_text()
     assert "It holds the trained weights, after 1 training steps" in card
-    assert f'pipe = QwenImagePipeline.from_pretrained("{tiny_qwen_image}", torch_dtype=torch.float32)' in card
+    assert f'pipe = QwenImagePipeline.from_pretrained("{tiny_qwen_image}", {DTYPE_KEYWORD}=torch.float32)' in card
     assert "pipe.load_lora_weights(folder)" in card
     assert card.rstrip().endswith("A curve.")
 
