@@ -76,6 +76,15 @@ def test_the_plugins_own_tests_pass(installed: Workplace) -> None:
     assert re.search(r"\d+ passed", installed.run(f"{TESTS} -p no:cacheprovider"))
 
 
+def test_they_run_from_the_checkout_without_an_installation(tmp_path: Path) -> None:
+    """Also where pytest has none of this repository's plugins."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
+    line = f"{TESTS} -p no:xdist -p no:timeout -p no:cacheprovider -k 'cispo or sit_sde'"
+    done = subprocess.run(line, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
+
+
 def test_a_job_is_resolved_with_the_plugin_and_refused_without(installed: Workplace) -> None:
     shown = installed.run(DRY_RUN)
     assert "clip_nats: 0.7" in shown
