@@ -34,6 +34,8 @@ def test_two_pods_train_and_complete_when_nobody_calls(
     response = pods.call("TrainStep", Drawer(spec).draw(blobs, 0))
     assert response.metrics["actor/grad_norm"] > 0
     assert pods.codes(SOON_S, lambda: None) == [0, 0]
+    for rank in (0, 1):  # what the pods themselves wrote is gone with them
+        assert "configured at version 0" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
 
 
 @pytest.mark.parametrize("victim", ["rank 0", "torchrun of rank 0"])

@@ -207,6 +207,18 @@ async def test_a_trainer_that_ends_while_starting_names_its_log(
     assert "no GPU" in (tmp_path / "jobs/job/logs/trainer.log").read_text()
 
 
+async def test_the_logs_of_the_last_three_attempts_are_in_the_jobs_folder(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in range(5):
+        monkeypatch.setattr(module, "trainer_flags", lambda _, number=attempt: ["--fail", f"attempt {number}"])
+        with pytest.raises(RuntimeError, match="its log is"):
+            await launcher.ensure("job", spec)
+    logs = sorted((tmp_path / "jobs/job/logs").iterdir())
+    assert [path.name for path in logs] == ["trainer.log", "trainer.log.1", "trainer.log.2"]
+    assert [f"attempt {4 - number}" in path.read_text() for number, path in enumerate(logs)] == [True] * 3
+
+
 async def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
     confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
