@@ -37,15 +37,18 @@ def controller_url(url: str | None = None) -> str:
     return named.rstrip("/")
 
 
-def key_of(api_key: str | None, url: str) -> str:
-    """The given key, else that of the environment, else that of this user's own stack at `url`; empty for none."""
-    named = (api_key or os.environ.get(API_KEY, "")).strip()
-    if named or not is_loopback(url):
-        return named
-    from flowfleet.local.stack import stack_at
+def place_and_key(url: str | None, api_key: str | None) -> tuple[str, str]:
+    """Returns the URL of the controller that is meant and the key for it: the given one, else that of the environment,
+    else that of this user's own stack there; empty for none. A stack's key goes to its own address alone, not to
+    another one that `localhost` may have."""
+    place = controller_url(url)
+    key = (api_key or os.environ.get(API_KEY, "")).strip()
+    if not key and is_loopback(place):
+        from flowfleet.local.stack import stack_at
 
-    stack = stack_at(url)
-    return stack.api_key if stack else ""
+        if stack := stack_at(place.replace("//localhost:", "//127.0.0.1:")):
+            return stack.url, stack.api_key
+    return place, key
 
 
 def is_loopback(url: str) -> bool:

@@ -21,9 +21,8 @@ from flowfleet.client.connection import (
     STREAM_SILENCE_S,
     TIMEOUT_S,
     checked,
-    controller_url,
     is_loopback,
-    key_of,
+    place_and_key,
     trusting,
     unreachable,
 )
@@ -85,8 +84,7 @@ class AsyncTransport:
         timeout_s: float = TIMEOUT_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = controller_url(url)
-        key = key_of(api_key, self.url)
+        self.url, key = place_and_key(url, api_key)
         self.has_key = bool(key)
         self._http = httpx.AsyncClient(
             base_url=self.url,

@@ -455,7 +455,8 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
         assert stack.page == f"{stack.url}/#key={secrets.read(tmp_path / 'runs/local/secrets', 'controller')[API_KEY]}"
         assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
         monkeypatch.chdir("/")
-        assert flowfleet("jobs", "--url", stack.url).returncode == 0  # finds the key by the stack's watchdog
+        for url in (stack.url, stack.url.replace("127.0.0.1", "localhost") + "/"):
+            assert flowfleet("jobs", "--url", url).returncode == 0  # finds the key by the stack's watchdog
         monkeypatch.chdir(tmp_path)
         again = flowfleet("up", "--detach", "--port", "0")
         assert (again.returncode, "already running" in again.stderr) == (1, True)
