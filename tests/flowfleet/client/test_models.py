@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from flowfleet.api.jobs import Checkpoint
@@ -314,7 +315,9 @@ def test_a_job_is_continued_as_a_new_one(
     assert "job:" in gone.stderr
     assert "no checkpoint of step 2" in gone.stderr
 
-    (checkpoint / "model" / "pytorch_lora_weights.safetensors").write_bytes(b"")
+    shapes = {"A": (4, 8), "B": (8, 4)}
+    factors = {f"transformer.to_q.lora_{side}.weight": torch.zeros(shape) for side, shape in shapes.items()}
+    save_file(factors, checkpoint / "model" / "pytorch_lora_weights.safetensors")
     file = tmp_path / "next.json"
     file.write_text(json.dumps(job_settings(tmp_path, algorithm={"name": "diffusion_nft"})))
     for origin, adapter in ((job_id, f"job:{job_id}"), (f"{job_id}@4", f"job:{job_id}@4")):
