@@ -14,7 +14,6 @@ from flowfleet.api.fleet import RewardLoad
 from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.api.rewards import RewardRevision
 from flowfleet.errors import Conflict, NotFound
-from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from services.controller.store.events import MAX_EVENTS, add_event, encode, notice
 from services.controller.store.link import Link, Pipe
@@ -63,7 +62,7 @@ class Rewards:
     async def apply(self, job_id: str, revision: RewardRevision, pipe: Pipe) -> None:
         """Adds to a transaction that a revision, with its first step, is what the job has. Done again it does nothing,
         and a wish that is newer stays."""
-        applied = revision.model_copy(update={"applied_at": from_epoch(steady_time())})
+        applied = revision.model_copy(update={"applied_at": from_epoch(await self._link.now())})
         told = applied.model_dump(mode="json", include={"number", "from_step", "changes", "rewards", "shadows"})
         names = keys.job(job_id), keys.rewards(job_id), keys.events(job_id)
         pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS)

@@ -27,7 +27,6 @@ from flowfleet.api.votes import (
 )
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import Conflict, InvalidRequest, NotFound
-from flowfleet.process.clock import steady_time
 from flowfleet.proto.common_pb2 import BlobRef
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import KnownJobId, Limit, MaybeHolder, Page, Services, Use
@@ -95,8 +94,8 @@ async def next_votes(
 ) -> VoteQueue:
     """Pairs for a voter. Now and then one comes again."""
     name = _voter(holder, voter)
-    waiting = _asked_within(ASKED_FOR, await use.store.votes.waiting(job_id))
-    ended = _asked_within(SHOWN_FOR, await use.store.votes.some_complete(job_id, NUM_COMPLETE))
+    waiting = await _asked_within(use, ASKED_FOR, await use.store.votes.waiting(job_id))
+    ended = await _asked_within(use, SHOWN_FOR, await use.store.votes.some_complete(job_id, NUM_COMPLETE))
     pairs = next_pairs(waiting, ended, name, count, random.Random()) if waiting else []
     given = sum(vote.voter == name for group in waiting for vote in counted(group.votes))
     wanted = sum(map(lacking, waiting))
@@ -177,8 +176,8 @@ async def _media(blobs: BlobStore, ref: BlobRef, kind: str) -> Response:
     return Response(content, media_type=kind if kind in MEDIA_TYPES else OTHER_MEDIA, headers=headers)
 
 
-def _asked_within(time: timedelta, groups: Sequence[VoteGroup]) -> list[VoteGroup]:
-    oldest = from_epoch(steady_time()) - time
+async def _asked_within(use: Use, time: timedelta, groups: Sequence[VoteGroup]) -> list[VoteGroup]:
+    oldest = from_epoch(await use.store.link.now()) - time
     return [one for one in groups if one.asked_at > oldest]
 
 
