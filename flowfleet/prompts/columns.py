@@ -50,21 +50,22 @@ class Columns:
 def read_row(row: Any, url: str, number: int, columns: Columns) -> Prompt:
     """The prompt of a row. Raises ValueError that names the row and says what to change."""
     where = f"{url}:{number}"
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: {columns.expected()}")
     try:
+        if not isinstance(row, dict):
+            raise ValueError(f"{columns.expected()}, not {kind_of(row)}")
         known, others = _plan(tuple(row), columns)
         return checked(_prompt(row, url, where, columns, known, others))
-    except _Misshapen:
-        raise ValueError(f"{where}: {columns.expected()}") from None
     except UnicodeEncodeError:
         raise ValueError(f"{where}: holds half of a surrogate pair, which is no character") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-class _Misshapen(Exception):
-    """A column does not hold what its name promises."""
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, in words."""
+    kinds: list[tuple[type, str]] = [(bool, "true or false"), (int, "a number"), (float, "a number"), (str, "a text")]
+    kinds += [(list, "a list"), (dict, "an object")]
+    return next((name for kind, name in kinds if isinstance(value, kind)), "nothing")
 
 
 @lru_cache(64)
@@ -82,46 +83,51 @@ def _plan(names: tuple[str, ...], columns: Columns) -> tuple[frozenset[str], tup
             "prompts by data.prompt_column"
         )
     if columns.kind == "preferences" and not set(_MEDIA) <= set(used):
-        raise _Misshapen
+        raise ValueError(columns.expected())
     return frozenset(used) & set(columns.known), tuple(name for name in used if name not in columns.known)
 
 
 def _prompt(
     row: Mapping[str, Any], url: str, where: str, columns: Columns, known: frozenset[str], others: tuple[str, ...]
 ) -> Prompt:
-    text, negative = row[columns.prompt], row["negative_prompt"] if "negative_prompt" in known else None
+    text = _of_type(str, "a text", columns.prompt, row[columns.prompt])
+    negative = row["negative_prompt"] if "negative_prompt" in known else None
     images = [path for name in LISTS if name in known for path in _paths(name, row[name])]
-    if text is None:
-        raise ValueError(f"the column {columns.prompt!r} is empty")
-    if not (isinstance(text, str) and isinstance(negative, str | None)):
-        raise _Misshapen
-    media = [row[name] for name in _MEDIA] if columns.kind == "preferences" else []
-    if (images or media) and not all(isinstance(path, str) for path in (*images, *media)):
-        raise _Misshapen
+    pair = [_of_type(str, "a path", name, row[name]) for name in _MEDIA] if columns.kind == "preferences" else []
+    if None in pair:
+        raise ValueError(f"the column {_MEDIA[pair.index(None)]!r} is empty: give a path")
     return Prompt(
-        text=text,
+        text=text or "",
         metadata=_metadata(row, known, others),
         images=tuple([beside(url, path) for path in images]),
-        media=tuple([beside(url, path) for path in media]),
-        negative=negative,
+        media=tuple([beside(url, path) for path in pair]),
+        negative=_of_type(str, "a text", "negative_prompt", negative),
         origin=columns.origin,
         source=where,
     )
 
 
-def _paths(name: str, value: Any) -> list[Any]:
+def _of_type(kind: type, wanted: str, name: str, value: Any) -> Any:
+    """The value of a column, or None where it is empty. Raises ValueError for a value of another type."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"the column {name!r} holds {kind_of(value)}: give {wanted}")
+    return value
+
+
+def _paths(name: str, value: Any) -> list[str]:
     """The paths of a column; a cell that is empty has none. One sound or film needs no list."""
-    paths = [value] if isinstance(value, str) and name != "images" else value or []
-    if not isinstance(paths, list):
-        raise _Misshapen
+    if isinstance(value, str) and name != "images":
+        return [value]
+    paths: list[Any] = _of_type(list, "a list of paths", name, value) or []
+    for number, path in enumerate(paths, 1):
+        if not isinstance(path, str):
+            raise ValueError(f"item {number} of the column {name!r} holds {kind_of(path)}: give a path")
     return paths
 
 
 def _metadata(row: Mapping[str, Any], known: frozenset[str], others: tuple[str, ...]) -> dict[str, str]:
     """The `metadata` column and all columns without a meaning. An empty cell adds nothing."""
-    given = (row["metadata"] if "metadata" in known else None) or {}
-    if not isinstance(given, dict):
-        raise _Misshapen
+    given = _of_type(dict, "an object", "metadata", row["metadata"] if "metadata" in known else None) or {}
     metadata = {key: _text(value) for key, value in given.items()}
     for name in others:
         if name in metadata:

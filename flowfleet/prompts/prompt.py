@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
@@ -15,6 +16,8 @@ VIDEOS = {".mp4": "video/mp4"}
 SOUNDS = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".ogg": "audio/ogg"}
 MEDIA_TYPES = PICTURES | VIDEOS | SOUNDS
 """Media type by a file's suffix."""
+_UNSEEN = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf"})
+"""Unicode's categories of spaces and controls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,9 @@ class Prompt:
 
 
 def checked(prompt: Prompt) -> Prompt:
-    """Returns the same prompt. Raises ValueError where it is larger than the fleet takes."""
+    """Returns the same prompt. Raises ValueError where it is empty, or larger than the fleet takes."""
+    if all(unicodedata.category(character) in _UNSEEN for character in prompt.text):
+        raise ValueError("the prompt is empty: write one, or remove the row")
     check_bytes("the prompt", len(prompt.text.encode()), MAX_PROMPT_BYTES)
     if prompt.negative:
         check_bytes("the negative prompt", len(prompt.negative.encode()), MAX_PROMPT_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from flowfleet.prompts import hub
 from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.formats import format_of, parse_prompts
 from flowfleet.prompts.prompt import Prompt
-from flowfleet.prompts.tables import rows_as_json_lines, saved_files
+from flowfleet.prompts.tables import saved_files
 
 MAX_FILE_BYTES = 1 << 30
 """Largest file of prompts."""
@@ -21,31 +22,36 @@ MAX_FILE_BYTES = 1 << 30
 def read_prompts(source: str, columns: Columns) -> list[Prompt]:
     """Reads all prompts of a file, folder or URL. Raises ValueError with the mistake, or with the store's message."""
     try:
-        return _read(source, columns)
+        prompts = list(_read(source, columns))
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error}") from None
+    if not prompts:
+        raise ValueError(f"{source}: holds no prompt")
+    return prompts
 
 
-def _read(source: str, columns: Columns) -> list[Prompt]:
+def _read(source: str, columns: Columns) -> Iterator[Prompt]:
     if hub.is_dataset(source):
-        return [prompt for file in hub.files_of(source) for prompt in _read(file, columns)]
-    if "://" not in source and (folder := Path(source)).is_dir():
-        names = saved_files(source, (folder / "state.json").read_bytes())
-        rows = b"".join(
-            rows_as_json_lines(
-                io.BytesIO((folder / name).read_bytes()), "arrow", MAX_FILE_BYTES, sorted(columns.ignored)
-            )
-            for name in names
-        )
-        return parse_prompts(rows, f"{source}/", columns, "jsonl")
-    form = format_of(source, columns)
-    with _open(source) as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"{source} is too large: a prompt file has at most {MAX_FILE_BYTES} bytes")
-    if form in ("parquet", "arrow"):
-        data, form = rows_as_json_lines(io.BytesIO(data), "parquet", MAX_FILE_BYTES, sorted(columns.ignored)), "jsonl"
-    return parse_prompts(data, source, columns, form)
+        for file in hub.files_of(source):
+            yield from _read(file, columns)
+    elif "://" not in source and (folder := Path(source)).is_dir():
+        count = 0
+        for name in saved_files(source.rstrip("/"), lambda name: _note(folder / name)):
+            with (folder / name).open("rb") as table:
+                for prompt in parse_prompts(table, f"{source.rstrip('/')}/", columns, "arrow", 1 + count):
+                    count += 1
+                    yield prompt
+    else:
+        form = format_of(source, columns)
+        with _open(source) as opened:
+            data = io.BytesIO(opened.read(MAX_FILE_BYTES + 1))
+        if len(data.getbuffer()) > MAX_FILE_BYTES:
+            raise ValueError(f"{source} is too large: a prompt file has at most {MAX_FILE_BYTES} bytes")
+        yield from parse_prompts(data, source, columns, form)
+
+
+def _note(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def _open(source: str) -> BinaryIO:

@@ -29,6 +29,8 @@ class Limits(BaseModel):
     """Most bytes of an uploaded prompt file. 0: no uploads."""
     uploads_bytes: int = Field(default=16 * 2**30, ge=0)
     """Most bytes of all uploads together."""
+    data_bytes: int = Field(default=16 * 2**30, ge=0)
+    """Most bytes of prompts and metadata that the running jobs of all pools may keep open in the state directory."""
 
     def problem(self, spec: JobSpec) -> str:
         """Says what a job must change to be admitted, whatever else runs; empty for one that may be."""
@@ -52,9 +54,11 @@ class Limits(BaseModel):
             )
         return ""
 
-    def check_room(self, spec: JobSpec, others: Iterable[JobRecord]) -> None:
-        """Raises Full where the job and the others that have not ended would have too many samples open, or too many
-        ranks, together. Jobs of one pool run one after the other, so the largest of a pool counts."""
+    def check_room(self, spec: JobSpec, others: Iterable[JobRecord], data_bytes: int = 0) -> None:
+        """Raises Full where the job and the others that have not ended would have too many samples open, too many
+        ranks, or too large data, together. Jobs of one pool run one after the other, so the largest of a pool counts.
+        """
+        data = {spec.rollout.pool: data_bytes}
         samples, ranks = {spec.rollout.pool: open_samples(spec)}, {spec.rollout.pool: spec.trainer.world_size}
         for record in others:
             if record.is_unreadable:
@@ -66,11 +70,18 @@ class Limits(BaseModel):
                 continue
             samples[record.pool] = max(samples.get(record.pool, 0), asked)
             ranks[record.pool] = max(ranks.get(record.pool, 0), world_size)
+            data[record.pool] = max(data.get(record.pool, 0), record.data_bytes)
         if (total := sum(samples.values())) > self.open_samples:
             raise Full(
                 f"the fleet's jobs would have {total} samples open at once, {open_samples(spec)} of them this job's, "
                 f"and this controller admits {self.open_samples}: wait for another job's end, lower "
                 "rollout.prompts_per_step or schedule.max_staleness, or have the operator raise --limit open_samples"
+            )
+        if (total := sum(data.values())) > self.data_bytes:
+            raise Full(
+                f"the prompts of the fleet's jobs would take {total} bytes, {data_bytes} of them this job's, and this "
+                f"controller admits {self.data_bytes}: wait for another job's end, give fewer prompts or columns, or "
+                "have the operator raise --limit data_bytes"
             )
         if (total := sum(ranks.values())) > self.ranks:
             raise Full(

@@ -69,7 +69,8 @@ class JobContext(JobCore):
     inputs: Inputs
     deal: Deal
     """Order of the training prompts."""
-    held_out: list[Prompt]
+    held_out: Sequence[Sequence[Prompt]]
+    """Held-out prompts of each source."""
     trainer: JobTrainer
     reports: Reports
     memory: Memory

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,7 @@ class JobScheduler:
         works = []
         for record in first:
             runner = self._running.get(record.id)
-            state = () if runner is None else (runner.machine, len(runner.job.held_out))
+            state = () if runner is None else (runner.machine, sum(map(len, runner.job.held_out)))
             works.append(work_of(record, *state))
         in_flight = Counter[str]()
         for replica in self._fleet.fleet.all():
@@ -367,23 +367,25 @@ class JobScheduler:
         return False
 
     async def _drive(self, record: JobRecord) -> None:
-        async with self._quarantine.opening(record.id):
-            data = await self._opened(record)
-            ledger = Ledger(self._redis, self._lease, record.id)
-            machine = await ledger.restore(data.spec)
-            known = await self._store.jobs.first_inputs(record.id, data.fingerprints)
-        began = replace(data, fingerprints=known)
-        runner = JobDriver(ledger, machine, lambda *parts: self._context(record, began, *parts))
-        self._running[record.id] = runner
-        try:
-            if changed := change(known, data.fingerprints, inputs_of(data.spec)):
-                await runner.hold(changed)
-            status = await runner.run()
-            log.info("job ended as %s", status, extra={"job": record.id})
-        finally:
-            del self._running[record.id]
-            self._fleet.verified(record.id, None)
-            await runner.job.close()
+        with ExitStack() as stack:
+            async with self._quarantine.opening(record.id):
+                data = await self._opened(record)
+                stack.callback(data.close)
+                ledger = Ledger(self._redis, self._lease, record.id)
+                machine = await ledger.restore(data.spec)
+                known = await self._store.jobs.first_inputs(record.id, data.fingerprints)
+            began = replace(data, fingerprints=known)
+            runner = JobDriver(ledger, machine, lambda *parts: self._context(record, began, *parts))
+            self._running[record.id] = runner
+            try:
+                if changed := change(known, data.fingerprints, inputs_of(data.spec)):
+                    await runner.hold(changed)
+                status = await runner.run()
+                log.info("job ended as %s", status, extra={"job": record.id})
+            finally:
+                del self._running[record.id]
+                self._fleet.verified(record.id, None)
+                await runner.job.close()
 
     async def _opened(self, record: JobRecord) -> JobData:
         """Raises Unopened where the job cannot be read any more, ValueError where it never could."""

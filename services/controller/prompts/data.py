@@ -13,7 +13,7 @@ from flowfleet.seeds import derive_seed
 from services.controller.prompts.mixture import Mixture
 
 MAX_PASSES = 2
-"""Orders of a source that are remembered; one of a million prompts has 8 MB."""
+"""Orders of a source that are remembered; one of a million prompts has 4 MB."""
 MAX_STEPS = 32
 """Steps that are remembered: more than can be open at once."""
 
@@ -41,4 +41,6 @@ class Deal:
     def _shuffled(self, source: int, number: int) -> Any:
         """Positions of a source's prompts in the order of a pass."""
         path = ("epoch", number, source) if source else ("epoch", number)
-        return np.random.default_rng(derive_seed(self._mixture.seed, *path)).permutation(len(self._prompts[source]))
+        order = np.arange(len(self._prompts[source]), dtype=np.uint32)
+        np.random.default_rng(derive_seed(self._mixture.seed, *path)).shuffle(order)
+        return order

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from typing import TypeVar
 
 from flowfleet.media.files import PICTURE_TYPES
 from flowfleet.prompts.columns import Columns
-from flowfleet.prompts.formats import MAX_PROMPTS, Format, first_prompt, format_of, parse_prompts
+from flowfleet.prompts.formats import Format, format_of
 from flowfleet.prompts.hub import is_dataset
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.prompts.tables import saved_files
+from services.controller.reading.packed import Prompts
 from services.controller.reading.places import Places, is_remote
 from services.controller.reading.reader import Reader
 
 MAX_PROMPT_BYTES = 1 << 30
-FIRST_BYTES = 1 << 20
-"""Read of a file of which the first line alone is wanted."""
-_STATE_BYTES = 1 << 20
+_NOTE_BYTES = 1 << 20
 _TABLES = ("parquet", "arrow")
 
 T = TypeVar("T")
@@ -33,8 +34,7 @@ class Missing(ValueError):
 
 
 class Sources:
-    """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, besides public
-    ones."""
+    """Blocking. `networks` are those that hosts may be in, besides public ones."""
 
     def __init__(self, places: Places, networks: Sequence[str] = ()) -> None:
         self.places = places
@@ -64,77 +64,76 @@ class Sources:
         finally:
             os.close(descriptor)
 
-    def prompts(self, place: str, columns: Columns | None = None) -> list[Prompt]:
-        """Reads all prompts of a file, or of a folder that `datasets` saved. Raises ValueError as `parse_prompts`, also
-        for a missing file, and Unread for one that is unreadable now."""
+    def prompts(self, place: str, columns: Columns | None = None, *, most: int | None = None) -> Prompts:
+        """Reads all prompts of a file or data set, or the first `most` at least; the caller closes them.
+
+        Raises ValueError as `parse_prompts`, also for a missing file, and Unread for one that is unreadable now.
+        """
         columns = columns or Columns()
-        if is_dataset(place):
-            return self._dataset(place, columns)
-        if not is_remote(place) and self.places.path(place).is_dir():
-            tables = self._folder(place)
-            data = b"".join(self._rows(table, "arrow", columns) for table in tables)
-            return parse_prompts(data, place.rstrip("/") + "/", columns, "jsonl")
-        form = format_of(place, columns)
-        if not is_remote(place) and self._size(place) > MAX_PROMPT_BYTES:  # weights, say: not read at all
-            raise _too_large(place)
-        if form in _TABLES:
-            return parse_prompts(self._rows(place, form, columns), place, columns, "jsonl")
-        data = self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:
-            raise _too_large(place)
-        return parse_prompts(data, place, columns, form)
+        found = Prompts(self.places.state_dir, columns.origin)
+        try:
+            for file, shown, form in self._files(place, columns):
+                self._read_into(found, file, shown, form, columns, most)
+                if most is not None and len(found) >= most:
+                    break
+            if not found:
+                raise ValueError(f"{place}: holds no prompt")
+        except BaseException:
+            found.close()
+            raise
+        return found
 
     def first_prompt(self, place: str, columns: Columns | None = None) -> Prompt:
-        """The first prompt of a file, of which only the start is read if it has lines. Raises as `prompts`."""
-        columns = columns or Columns()
-        is_folder = not is_remote(place) and self.places.path(place).is_dir()
-        form = "arrow" if is_folder or is_dataset(place) else format_of(place, columns)
-        if form in ("text", "jsonl", "csv"):
-            head = self._prompt_bytes(place, FIRST_BYTES)
-            if (found := first_prompt(head, place, columns, form)) is not None:
-                return found
-        return self.prompts(place, columns)[0]
+        """The first prompt of a data set. Raises as `prompts`."""
+        with closing(self.prompts(place, columns, most=1)) as found:
+            return found[0]
 
-    def _dataset(self, place: str, columns: Columns) -> list[Prompt]:
-        """Reads all files of a data set on the Hub as one."""
+    def _files(self, place: str, columns: Columns) -> Iterator[tuple[str, str, Format]]:
+        """Files of a data set: place, name in messages, format."""
         self.places.check(place)
+        if is_dataset(place):
+            try:
+                files = self._tables.files_of(place)
+            except OSError as error:
+                raise _unread(place, error) from None
+            yield from ((file, file, format_of(file, columns)) for file in files)
+        elif not is_remote(place) and self.places.path(place).is_dir():
+            folder = place.rstrip("/")
+            names = saved_files(folder, lambda name: self._note(f"{folder}/{name}"))
+            yield from ((f"{folder}/{name}", f"{folder}/", "arrow") for name in names)
+        else:
+            yield place, place, format_of(place, columns)
+
+    def _read_into(
+        self, found: Prompts, file: str, shown: str, form: Format, columns: Columns, most: int | None
+    ) -> None:
+        """Appends the prompts of a file. Rows of files with one name in messages are numbered on."""
+        self.places.check(file)
+        first = 1 + len(found) if shown in found.files else 1
+        if shown not in found.files:
+            found.files.append(shown)
+        question = {
+            "place": shown,
+            "file": found.files.index(shown),
+            "format": form,
+            "columns": {**asdict(columns), "ignored": sorted(columns.ignored)},
+            "first": first,
+            "most": most,
+            "count": len(found),
+            "size": found.size_bytes,
+            "limit": MAX_PROMPT_BYTES,
+        }
+        reader = self._tables if form in _TABLES else self.reader
+
+        def read(source: int | str) -> tuple[int, int]:
+            if isinstance(source, int) and os.fstat(source).st_size > MAX_PROMPT_BYTES:  # weights, say: not read at all
+                raise ValueError(f"{file!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
+            return reader.read_prompts(question, found.descriptor, source)
+
         try:
-            files = self._tables.files_of(place)
+            found.num_prompts, found.size_bytes = read(file) if is_remote(file) else self._opened(file, read)
         except OSError as error:
-            raise _unread(place, error) from None
-        prompts: list[Prompt] = []
-        for file in files:
-            prompts += self.prompts(file, columns)
-            if len(prompts) > MAX_PROMPTS:
-                raise ValueError(f"{place}: a data set has at most {MAX_PROMPTS} rows: name some of its files")
-        return prompts
-
-    def _folder(self, place: str) -> list[str]:
-        """Arrow files of a folder that `Dataset.save_to_disk` made, in their order. Raises ValueError."""
-        folder = place.rstrip("/")
-        if self.places.exists(f"{folder}/dataset_dict.json"):
-            raise ValueError(f"{place}: it holds several splits: name one, as in {folder}/train")
-        if not self.places.exists(f"{folder}/state.json"):
-            raise ValueError(f"{place}: not a folder that `datasets` saved: name one file, or save the data set again")
-        names = saved_files(folder, self._prompt_bytes(f"{folder}/state.json", _STATE_BYTES))
-        if sum(self._size(f"{folder}/{name}") for name in names) > MAX_PROMPT_BYTES:
-            raise _too_large(place)
-        return [f"{folder}/{name}" for name in names]
-
-    def _rows(self, place: str, form: Format, columns: Columns) -> bytes:
-        """A table as JSON lines."""
-        self.places.check(place)
-        ignored = sorted(columns.ignored)
-
-        def read(source: int | str) -> bytes:
-            return self._tables.read_rows(source, form, MAX_PROMPT_BYTES, ignored)
-
-        try:
-            return read(place) if is_remote(place) else self._opened(place, read)
-        except OSError as error:
-            raise _unread(place, error) from None
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise _unread(file, error) from None
 
     def _opened(self, place: str, read: Callable[[int], T]) -> T:
         descriptor = self.places.open(place)
@@ -143,22 +142,12 @@ class Sources:
         finally:
             os.close(descriptor)
 
-    def _size(self, place: str) -> int:
-        """Bytes of a file; 0 where it cannot be opened, which reading it tells."""
+    def _note(self, place: str) -> bytes | None:
+        """The beginning of a small file, None where there is none."""
         try:
-            return self._opened(place, lambda descriptor: os.fstat(descriptor).st_size)
-        except OSError:
-            return 0
-
-    def _prompt_bytes(self, place: str, limit: int) -> bytes:
-        try:
-            return self.read(place, limit)
+            return self.read(place, _NOTE_BYTES) if self.places.exists(place) else None
         except OSError as error:
             raise _unread(place, error) from None
-
-
-def _too_large(place: str) -> ValueError:
-    return ValueError(f"{place!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
 
 
 def _unread(place: str, error: OSError) -> ValueError:

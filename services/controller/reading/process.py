@@ -5,8 +5,11 @@ machine already opened; URLs are fetched here. Before the first question the pro
 it can open no other file, start no program and connect to public or listed addresses alone. Stores find their
 credentials in its environment, where the controller's are not.
 
-A question is a JSON object behind its length, with a file descriptor for a file; an answer is a JSON object and bytes,
-behind their lengths. The process ends with the socket.
+A question is a JSON object behind its length, with descriptors of files; an answer is a JSON object and bytes, behind
+their lengths. Prompts go into a file that the controller opened (packed.py). The process ends with the socket.
+
+What is read may take far more memory than it has bytes, so the process has a limit, and is the first to be killed where
+the machine has none left.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import io
 import ipaddress
+import itertools
 import json
 import os
 import resource
@@ -21,16 +25,20 @@ import signal
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from flowfleet.prompts import hub
-from flowfleet.prompts.tables import rows_as_json_lines
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.formats import parse_prompts
 from services.controller.reading.confinement import Network, confine
+from services.controller.reading.packed import Packer
 
 QUESTION = struct.Struct("!I")
 ANSWER = struct.Struct("!IQ")
-TABLE_MEMORY_BYTES = 8 * 2**30
-"""Memory of a process that reads tables: a few bytes of Parquet can stand for very many."""
+MOST_DESCRIPTORS = 2
+FIRST_KILLED = 1000
+"""The largest oom_score_adj of Linux."""
 _QUARTER_TURNS = (5, 6, 7, 8)
 """EXIF's orientations that swap width and height."""
 
@@ -57,6 +65,9 @@ def prepare(arguments: list[str]) -> socket.socket:
     load(settings["schemes"])
     if settings["tables"]:
         load_tables()
+    resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
+    with contextlib.suppress(OSError):  # of another kernel
+        Path("/proc/self/oom_score_adj").write_text(str(FIRST_KILLED), encoding="ascii")
     networks: list[Network] = [ipaddress.ip_network(network) for network in settings["networks"]]
     confine(networks)
     return connection
@@ -64,7 +75,8 @@ def prepare(arguments: list[str]) -> socket.socket:
 
 def load(schemes: list[str]) -> None:
     """Imports early: as another user the interpreter's files may be out of reach later on."""
-    import encodings.idna  # noqa: F401, of host names
+    import encodings.idna  # of host names
+    import encodings.utf_8_sig  # noqa: F401
 
     from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
 
@@ -80,15 +92,14 @@ def load(schemes: list[str]) -> None:
 
 
 def load_tables() -> None:
-    """Imports what reads tables, and limits the memory that a table of strangers may take."""
-    resource.setrlimit(resource.RLIMIT_DATA, (TABLE_MEMORY_BYTES, TABLE_MEMORY_BYTES))
+    """Imports what reads tables."""
     with contextlib.suppress(ImportError):  # told when a table is asked for
         import pyarrow.parquet  # noqa: F401
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Ends the process with the socket."""
-    head, descriptors, _, _ = socket.recv_fds(connection, QUESTION.size, 1)
+    head, descriptors, _, _ = socket.recv_fds(connection, QUESTION.size, MOST_DESCRIPTORS)
     if len(head) < QUESTION.size:
         raise SystemExit(0)
     (size,) = QUESTION.unpack(head)
@@ -107,12 +118,18 @@ def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, 
             return {"size": _picture_size(descriptors[0], message["format"])}, b""
         if message["do"] == "files":
             return {"files": hub.files_of(message["url"])}, b""
-        if message["do"] == "rows":
-            return {}, _rows(descriptors, message)
+        if message["do"] == "prompts":
+            return _prompts(message, *descriptors), b""
         limit = int(message["limit"])
         return {}, _read_file(descriptors[0], limit) if descriptors else _fetch(message["url"], limit)
     except FileNotFoundError as error:
         return {"missing": str(error)}, b""
+    except MemoryError:
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        place = message.get("place", "the file")
+        return {
+            "refused": f"{place}: reading it takes more than {limit} bytes of memory: split it, or give .jsonl"
+        }, b""
     except ValueError as error:  # what is wrong would be so at the next try
         return {"refused": str(error)}, b""
     except Exception as error:  # of whatever a store's client raises
@@ -129,17 +146,27 @@ def _reason(error: BaseException) -> str:
     return f"{type(refused).__name__}: {refused}"
 
 
-def _rows(descriptors: list[int], message: dict[str, Any]) -> bytes:
-    """A table as JSON lines. One at a URL is fetched whole first."""
-    limit = int(message["limit"])
-    source: BinaryIO = os.fdopen(os.dup(descriptors[0]), "rb") if descriptors else io.BytesIO()
+def _prompts(message: dict[str, Any], out: int, descriptor: int | None = None) -> dict[str, Any]:
+    """Appends the prompts of a file to those of its data set. A file at a URL is fetched whole first."""
+    place, limit, named = message["place"], message["limit"], message["columns"]
+    columns = Columns(**{**named, "ignored": frozenset(named["ignored"])})
+    source: BinaryIO
+    if descriptor is not None:
+        source = os.fdopen(os.dup(descriptor), "rb")
+    else:
+        source = io.BytesIO(_fetch(message["url"], limit + 1))
+        if len(source.getbuffer()) > limit:
+            raise ValueError(f"{place} is too large: a prompt file has at most {limit} bytes")
+    packer = Packer(out, message["count"], message["size"], limit)
     with source:
-        if not descriptors:
-            data = _fetch(message["url"], limit + 1)
-            if len(data) > limit:
-                raise ValueError(f"it is too large: split it into prompt files of at most {limit} bytes")
-            source = io.BytesIO(data)
-        return rows_as_json_lines(source, message["format"], limit, message["ignored"])
+        prompts = parse_prompts(source, place, columns, message["format"], message["first"])
+        for prompt in itertools.islice(prompts, message["most"]):
+            try:
+                packer.add(prompt, message["file"], int(prompt.source.rpartition(":")[2]))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+    packer.flush()
+    return {"count": packer.count, "size": packer.size_bytes}
 
 
 def _read_file(descriptor: int, limit: int) -> bytes:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from services.controller.reading.process import ANSWER, QUESTION
@@ -20,7 +22,10 @@ from services.controller.reading.process import ANSWER, QUESTION
 PROCESSES = 4
 DEADLINE_S = 600.0
 """Limit of one file. A reader that takes longer is ended."""
+MOST_MEMORY_BYTES = 2 * 2**30
+"""Memory of a process, where the controller's own limit is not lower."""
 PREFIX = "FLOWFLEET_READER_"
+_CGROUPS = tuple(map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")))
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
@@ -36,7 +41,8 @@ class Reader:
         tables: bool = False,
     ) -> None:
         """`tables`: whether they also read Parquet and Arrow, for which they load more code."""
-        self._settings = json.dumps({"schemes": sorted(set(schemes)), "networks": list(networks), "tables": tables})
+        told = {"schemes": sorted(set(schemes)), "networks": list(networks), "tables": tables}
+        self._settings = json.dumps({**told, "memory": memory_bytes()})
         self._program = program
         self._slots = threading.BoundedSemaphore(PROCESSES)
         self._idle: list[_Process] = []
@@ -51,13 +57,14 @@ class Reader:
         """The first `limit` bytes of a URL. Raises OSError, FileNotFoundError where nothing is there."""
         return self.ask({"do": "read", "url": url, "limit": limit})[1]
 
-    def read_rows(self, source: int | str, form: str, limit: int, ignored: Sequence[str]) -> bytes:
-        """Rows of an open table, or of one at a URL, as JSON lines. Raises OSError, and ValueError for what is wrong
-        with the table."""
-        question = {"do": "rows", "format": form, "limit": limit, "ignored": list(ignored)}
+    def read_prompts(self, question: Mapping[str, Any], out: int, source: int | str) -> tuple[int, int]:
+        """Appends prompts of an open file, or of one at a URL, to the file `out` (packed.py). Returns their number and
+        bytes there. Raises OSError, and ValueError for what is wrong with them."""
         if isinstance(source, str):
-            return self.ask({**question, "url": source})[1]
-        return self.ask(question, [source])[1]
+            answer = self.ask({"do": "prompts", **question, "url": source}, [out])[0]
+        else:
+            answer = self.ask({"do": "prompts", **question}, [out, source])[0]
+        return answer["count"], answer["size"]
 
     def files_of(self, url: str) -> list[str]:
         """URLs of a data set's files. Raises OSError, and ValueError if its split is ambiguous."""
@@ -78,7 +85,8 @@ class Reader:
             except (OSError, ValueError) as error:
                 process.end()
                 raise OSError(
-                    f"the reader of data did not answer ({error}); the controller's log may say why"
+                    f"the reader of data did not answer ({error}): the data may need more than its {memory_bytes()} "
+                    "bytes of memory, else the controller's log may say why"
                 ) from error
             self._give_back(process)
         if "missing" in answer:
@@ -149,6 +157,15 @@ class _Process:
         return bytes(data)
 
 
+def memory_bytes() -> int:
+    """Memory that a reader may take: less than what this process, or its container, may."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    for file in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max", and where there is no such file
+            limits.append(int(file.read_text(encoding="ascii")))
+    return min([MOST_MEMORY_BYTES, *(limit // 2 for limit in limits if limit > 0)])
+
+
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns a reader's environment: its part of the controller's, and where its code is. That is not the current
     folder, which may hold a `services` of the user's."""
@@ -156,4 +173,5 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     passed = {name: environment[name] for name in _PASSED if name in environment}
     code = os.pathsep.join(path or os.getcwd() for path in sys.path)
     own_code = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return {**passed, "HOME": "/nonexistent", **own_code, **own}
+    arrow = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve a gigabyte, which counts as used
+    return {**passed, "HOME": "/nonexistent", **own_code, **arrow, **own}

@@ -13,7 +13,7 @@ from flowfleet.redis import keys
 from services.controller.store.events import add_event, encode, notice
 from services.controller.store.link import Link, Pipe
 from services.controller.store.lists import brief_of
-from services.controller.store.reading import REVISION, decoded, format_of, read_record
+from services.controller.store.reading import DATA_BYTES, REVISION, decoded, format_of, read_record
 from services.controller.store.records import (
     FORMAT,
     Action,
@@ -38,10 +38,17 @@ class Jobs:
         self._link, self._redis = link, link.redis
 
     async def create(
-        self, spec: JobSpec, idempotency_key: str | None = None, *, asked: JobSpec | None = None, owner: str = ""
+        self,
+        spec: JobSpec,
+        idempotency_key: str | None = None,
+        *,
+        asked: JobSpec | None = None,
+        owner: str = "",
+        data_bytes: int = 0,
     ) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict.
-        `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it. `owner`: who submits."""
+        `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it. `owner`: who submits.
+        `data_bytes`: size of its prompts, where a submit reads them."""
         job_id, now = new_job_id(), await self._link.now()
         key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
@@ -54,7 +61,7 @@ class Jobs:
             if idempotency_key:
                 pipe.set(key, json.dumps({"job": job_id, "digest": spec_digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
-            pipe.hset(keys.job(job_id), mapping=_first_fields(spec, owner, now))
+            pipe.hset(keys.job(job_id), mapping={**_first_fields(spec, owner, now), DATA_BYTES: str(data_bytes)})
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
                 pipe.zadd(index, {job_id: 0})
             add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 REVISION, ACTIVE, PENDING = "rewards.revision", "rewards.active", "rewards.pending"
 SECONDS = "accelerator_s."
+DATA_BYTES = "data_bytes"
 _TIMES = ("created_at", "started_at", "ended_at")
 _TEXTS = ("name", "owner", "reason", "archive")
 LISTED = (
@@ -51,7 +52,8 @@ def read_record(job_id: str, fields: Mapping[str, str], *, whole: bool = True) -
     except (KeyError, TypeError, ValueError) as error:
         record = _bare(job_id, fields)
         refusal = refusal or f"{UNREADABLE}: {_cause(error)}; {ADVICE}"
-    return record.stored_as(format_of(fields.get("format")), refusal)
+    data_bytes = stored if (stored := fields.get(DATA_BYTES, "0")).isdecimal() else "0"
+    return record.stored_as(format_of(fields.get("format")), refusal, int(data_bytes))
 
 
 def row_of(kind: type[A], row: Any) -> A:

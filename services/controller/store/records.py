@@ -66,6 +66,12 @@ class JobRecord(Job):
     _format: int = PrivateAttr(FORMAT)
     _refusal: str = PrivateAttr("")
     """Why this release must not work with the record; empty where it may."""
+    _data_bytes: int = PrivateAttr(0)
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of its prompts on this machine, as its submit read them."""
+        return self._data_bytes
 
     @property
     def pool(self) -> str:
@@ -92,9 +98,9 @@ class JobRecord(Job):
         """Validated once: the submitted job never changes."""
         return read_spec(self.spec, self._format)
 
-    def stored_as(self, format: int, refusal: str) -> JobRecord:
-        """The record itself, which now knows its format and why it cannot be read."""
-        self._format, self._refusal = format, refusal
+    def stored_as(self, format: int, refusal: str, data_bytes: int = 0) -> JobRecord:
+        """The record itself, which now knows its format, why it cannot be read, and the size of its data."""
+        self._format, self._refusal, self._data_bytes = format, refusal, data_bytes
         return self.model_copy(update={"reason": refusal}) if refusal else self
 
 

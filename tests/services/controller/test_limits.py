@@ -57,6 +57,21 @@ async def test_pools_share_the_limit_and_jobs_of_one_pool_do_not_add_up(redis_ur
     await redis.aclose()
 
 
+@pytest.mark.anyio
+async def test_the_data_of_all_pools_have_one_budget(redis_url: str) -> None:
+    """Of each pool the largest counts, as its jobs run one after the other."""
+    redis = connect(redis_url)
+    limits, store = Limits(data_bytes=100), Store(redis)
+    for data_bytes in (40, 50):
+        await store.jobs.create(job("a"), data_bytes=data_bytes)
+    waiting = await store.jobs.unended()
+    limits.check_room(job("b"), waiting, 50)
+    limits.check_room(job("a"), waiting, 100)
+    with pytest.raises(Full, match=r"would take 101 bytes, 51 of them this job's.*--limit data_bytes"):
+        limits.check_room(job("b"), waiting, 51)
+    await redis.aclose()
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

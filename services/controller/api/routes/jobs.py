@@ -13,7 +13,16 @@ from flowfleet.api.overview import JobRow
 from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
-from services.controller.api.dependencies import JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
+from services.controller.api.dependencies import (
+    JobId,
+    KnownJobId,
+    KnownStatus,
+    Limit,
+    Page,
+    Services,
+    Use,
+    Who,
+)
 from services.controller.jobs.submission import checks
 from services.controller.store.records import Action, JobRecord
 
@@ -38,9 +47,12 @@ async def submit(
         await use.memory.check_room()
         devices = use.settings.trainer_devices
         room = await use.memory.room() if use.settings.blobs == "redis" else 0
-        checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices, room)
-        use.settings.limits.check_room(spec, await use.store.jobs.unended())
-        record, _ = await use.store.jobs.create(checked, idempotency_key, asked=spec, owner=who.name)
+        limits = use.settings.limits
+        checked, data_bytes = await checks.check(spec, use.directory, use.sources, limits, devices, room)
+        limits.check_room(spec, await use.store.jobs.unended(), data_bytes)
+        record, _ = await use.store.jobs.create(
+            checked, idempotency_key, asked=spec, owner=who.name, data_bytes=data_bytes
+        )
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     return (await _shown([record], use))[0]

@@ -74,7 +74,8 @@ class Validation:
 def _chunks(job: JobContext) -> Iterator[tuple[int, Sequence[Prompt]]]:
     """Held-out prompts as they are sampled together, with the number of the first."""
     start = 0
-    for _, of_source in itertools.groupby(job.held_out, key=lambda prompt: prompt.origin):
+    for source in job.held_out:
+        of_source = iter(source)
         while prompts := tuple(itertools.islice(of_source, job.spec.held_out_per_request)):
             yield start, prompts
             start += len(prompts)

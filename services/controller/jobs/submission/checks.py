@@ -4,16 +4,17 @@ rewards."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.prompts.prompt import Prompt
 from services.controller.fleet.directory import Directory
-from services.controller.jobs.submission.data_checks import MAX_LINES, line_problems, read_prompts
+from services.controller.jobs.submission.data_checks import prompt_problems, read_prompts
 from services.controller.jobs.submission.model_checks import (
     family_at,
     family_problems,
@@ -31,7 +32,16 @@ from services.controller.prompts.sources import Sources
 from services.controller.rewards.trials import refusals
 
 _READING = threading.Semaphore(2)
-"""Submits whose data are in memory at once."""
+"""Submits whose data are read at once."""
+
+
+@dataclass
+class _Seen:
+    """What a check saw of a job's data."""
+
+    firsts: dict[str, Prompt] = field(default_factory=dict)
+    """First prompt of each file that was read, by its setting."""
+    data_bytes: int = 0
 
 
 def parse(data: dict[str, Any]) -> JobSpec:
@@ -49,8 +59,9 @@ async def check(
     limits: Limits,
     trainer_devices: Sequence[str] = (),
     room: int = 0,
-) -> JobSpec:
-    """The job, a Hub name of its model at its commit. `room`: bytes that its blobs may take; 0 is not a limit.
+) -> tuple[JobSpec, int]:
+    """The job, a Hub name of its model at its commit, and the bytes of its data as far as they are read here. `room`:
+    bytes that its blobs may take; 0 is not a limit.
 
     Raises InvalidJob when the job asks for more samples than the operator admits or Redis holds, a file is missing,
     unreadable or not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is
@@ -59,12 +70,12 @@ async def check(
     spec = await asyncio.to_thread(pinned, spec, sources)
     problems = [*_fleet_problems(spec, directory)]
     problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
-    firsts: dict[str, Prompt] = {}
-    problems += await asyncio.to_thread(_all_file_problems, spec, sources, firsts, room)
-    problems = problems or await refusals(spec, spec.rewards, directory, sources, firsts)
+    seen = _Seen()
+    problems += await asyncio.to_thread(_all_file_problems, spec, sources, seen, room)
+    problems = problems or await refusals(spec, spec.rewards, directory, sources, seen.firsts)
     if problems:
         raise InvalidJob(problems)
-    return spec
+    return spec, seen.data_bytes
 
 
 def check_extension(spec: JobSpec, steps: int) -> None:
@@ -96,14 +107,13 @@ def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
         yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
 
 
-def _all_file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt], room: int) -> list[str]:
+def _all_file_problems(spec: JobSpec, sources: Sources, seen: _Seen, room: int) -> list[str]:
     with _READING:
-        return list(_file_problems(spec, sources, firsts, room))
+        return list(_file_problems(spec, sources, seen, room))
 
 
-def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt], room: int) -> Iterator[str]:
-    """Problems with what the job names. Puts the first prompt of each file that is read here into `firsts`, by its
-    setting."""
+def _file_problems(spec: JobSpec, sources: Sources, seen: _Seen, room: int) -> Iterator[str]:
+    """Problems with what the job names. Notes what it reads in `seen`."""
     family = None
     try:
         family = family_at(spec.model.path, sources)
@@ -128,14 +138,16 @@ def _file_problems(spec: JobSpec, sources: Sources, firsts: dict[str, Prompt], r
     shapes, held_out = ConditionShapes(sources), 0
     for setting, url, columns in spec.data_files:
         try:
-            prompts = read_prompts(sources, url, columns)
-            lines = itertools.chain.from_iterable(line_problems(spec, family, shapes, sources, one) for one in prompts)
-            yield from (f"{setting}: {problem}" for problem in itertools.islice(lines, MAX_LINES))
+            if (read := read_prompts(sources, url, columns)) is None:
+                continue
+            with closing(read) as prompts:
+                found = prompt_problems(spec, family, shapes, sources, prompts)
+                yield from (f"{setting}: {problem}" for problem in found)
+                seen.firsts[setting] = prompts[0]
+                seen.data_bytes += prompts.size_bytes
+                held_out += len(prompts) if setting.endswith("validation") else 0
         except (OSError, ValueError) as error:
             yield f"{setting}: {error}"
-        else:
-            firsts.update(zip([setting], prompts, strict=False))
-            held_out += len(prompts) if setting.endswith("validation") else 0
     if family is not None and room:
         yield from storage_problems(spec, sources, held_out, room)
 

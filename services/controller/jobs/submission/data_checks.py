@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.registry import ModelFamily
@@ -12,26 +13,36 @@ from flowfleet.prompts.hub import is_dataset
 from flowfleet.prompts.prompt import PICTURES, VIDEOS, Prompt, media_type
 from services.controller.prompts.conditions import ConditionShapes
 from services.controller.prompts.sources import Sources
+from services.controller.reading.packed import Prompts
 from services.controller.reading.places import NotAllowed, is_remote
 
 MAX_LINES = 20
 """Lines of a data set that are named, of those that are wrong."""
 
 
-def read_prompts(sources: Sources, url: str, columns: Columns) -> list[Prompt]:
-    """Prompts of a file on this machine; none of what is remote, which is fetched when the job opens. Devices and
+def read_prompts(sources: Sources, url: str, columns: Columns) -> Prompts | None:
+    """Prompts of a file on this machine; None of what is remote, which is fetched when the job opens. Devices and
     endless files are not opened. Raises OSError and ValueError."""
     if is_remote(url):
         sources.places.check(url)
         if not is_dataset(url):
             format_of(url, columns)
-        return []
+        return None
     if not sources.places.exists(url):
         raise ValueError(f"there is no file {url!r}; give an absolute path or URL that the controller can read")
     return sources.prompts(url, columns)
 
 
-def line_problems(
+def prompt_problems(
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompts: Prompts
+) -> Iterable[str]:
+    """What is wrong with the prompts of a data set; of many problems the first."""
+    told = prompts.telling(MAX_LINES)
+    found = itertools.chain.from_iterable(_line_problems(spec, family, shapes, sources, prompt) for prompt in told)
+    return itertools.islice(found, MAX_LINES)
+
+
+def _line_problems(
     spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
 ) -> Iterator[str]:
     media = (*prompt.images, *prompt.media)

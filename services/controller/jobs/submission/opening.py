@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from flowfleet.job.fingerprints import fingerprints
 from flowfleet.job.model_files import exported_folder
 from flowfleet.job.spec import JobSpec
 from flowfleet.prompts.prompt import Prompt
-from services.controller.jobs.submission.data_checks import MAX_LINES, line_problems
+from services.controller.jobs.submission.data_checks import prompt_problems
 from services.controller.jobs.submission.model_checks import family_at
 from services.controller.prompts.conditions import ConditionShapes
 from services.controller.prompts.sources import Sources
+from services.controller.reading.packed import Prompts
 from services.controller.reading.places import is_remote
 
 
@@ -24,11 +24,17 @@ class JobData:
 
     spec: JobSpec
     """The job with folders in place of `job:ID`."""
-    training: list[list[Prompt]]
+    training: list[Sequence[Prompt]]
     """Prompts of each source."""
-    held_out: list[Prompt]
+    held_out: list[Sequence[Prompt]]
+    """Held-out prompts of each source that has some."""
+    read: Sequence[Prompts]
     fingerprints: Mapping[str, str]
     """Setting → fingerprint of what it names now."""
+
+    def close(self) -> None:
+        for prompts in self.read:
+            prompts.close()
 
 
 def open_job(spec: JobSpec, sources: Sources) -> JobData:
@@ -36,18 +42,27 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
 
     Raises ValueError for what the job may not read, by the settings of now, or what is wrong with it.
     """
+    with ExitStack() as stack:
+        read: dict[str, Prompts] = {}
+        shapes = ConditionShapes(sources)
+        for setting, url, columns in spec.data_files:
+            prompts = read[setting] = stack.enter_context(closing(sources.prompts(url, columns)))
+            if is_remote(url):
+                family = family_at(spec.model.path, sources)
+                if problems := list(prompt_problems(spec, family, shapes, sources, prompts)):
+                    raise ValueError("\n".join(f"{setting}: {problem}" for problem in problems))
+        training: list[Sequence[Prompt]] = [read.get(source.setting, ()) for source in spec.data.each]
+        held_out: list[Sequence[Prompt]] = [read[source.validation_setting] for source in spec.data.held_out]
+        placed = _placed(spec, sources)
+        digests = {setting: prompts.digest() for setting, prompts in read.items()} | fingerprints(placed)
+        data = JobData(placed, training, held_out, list(read.values()), digests)
+        stack.pop_all()
+    return data
+
+
+def _placed(spec: JobSpec, sources: Sources) -> JobSpec:
+    """The job with the folders that it names as the other processes see them. Raises ValueError."""
     path = sources.places.pipeline(spec.model.path)
-    shapes = ConditionShapes(sources)
-    read: dict[str, list[Prompt]] = {}
-    for setting, url, columns in spec.data_files:
-        prompts = read[setting] = sources.prompts(url, columns)
-        if is_remote(url):
-            family = family_at(spec.model.path, sources)
-            lines = itertools.chain.from_iterable(
-                line_problems(spec, family, shapes, sources, prompt) for prompt in prompts
-            )
-            if problems := list(itertools.islice(lines, MAX_LINES)):
-                raise ValueError("\n".join(f"{setting}: {problem}" for problem in problems))
     adapter = spec.model.adapter
     if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
         folder = sources.places.model(adapter, may_be_gone=True)
@@ -62,15 +77,4 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
     algorithm = spec.algorithm.model_copy(update={"teachers": teachers} if teachers else {})
     trainer = spec.trainer.model_copy(update={"resume": resume})
-    training = [read.get(source.setting, []) for source in spec.data.each]
-    held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]
-    placed = spec.model_copy(update={"model": model, "algorithm": algorithm, "trainer": trainer})
-    digests = {setting: _digest(prompts) for setting, prompts in read.items()}
-    return JobData(placed, training, held_out, {**digests, **fingerprints(placed)})
-
-
-def _digest(prompts: Iterable[Prompt]) -> str:
-    found = hashlib.sha256()
-    for prompt in prompts:
-        found.update(repr(prompt).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+    return spec.model_copy(update={"model": model, "algorithm": algorithm, "trainer": trainer})
