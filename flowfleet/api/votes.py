@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.part import rule
 
 Choice = Literal["left", "right", "tie", "neither"]
 """The better sample; `tie`: both are as good, `neither`: both are bad."""
-NAME = r"^[A-Za-z0-9._@-]{1,64}$"
+VOTER = rule(r"^[A-Za-z0-9._@-]{1,64}$|^$", "give up to 64 letters, digits and ._@-")
 Number = Annotated[int, Field(ge=0, le=10_000_000)]
 MAX_GROUP = 1024
 MAX_WANTED = 4096
@@ -30,9 +31,9 @@ class Ballot(Answer):
     """Index of the sample that was shown on the left, or above."""
     right: Number
     choice: Choice
-    id: str = Field(pattern=r"^[A-Za-z0-9-]{8,64}$")
+    id: str = Field(pattern=rule(r"^[A-Za-z0-9-]{8,64}$", "give 8 to 64 letters, digits and '-'"))
     """Random: a vote that is sent again counts once."""
-    voter: str = Field(default="", pattern=rf"{NAME}|^$")
+    voter: str = Field(default="", pattern=VOTER)
     """Name of the voter, where the API key is not a person's own; empty: the key's name."""
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flowfleet.cli.options import Json, tell
+from flowfleet.text_files import read_text
 
 
 def redis_acl(
@@ -24,7 +25,7 @@ def redis_acl(
     for kind in acl.RULES:
         if not (passwords / kind).exists():
             write_atomically(passwords / kind, new_password())
-    words = {kind: (passwords / kind).read_text(encoding="utf-8").strip() for kind in acl.RULES}
+    words = {kind: read_text(passwords / kind).strip() for kind in acl.RULES}
     if empty := [kind for kind, word in words.items() if not word]:
         raise ValueError(f"{passwords / empty[0]} is empty: write a password into it, or remove it to have one made")
     lines = acl.setuser_lines(words, selectors=not redis6)

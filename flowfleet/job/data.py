@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field, model_validator
 
 from flowfleet.job.part import Factor, Part, Share, ShareCurve, factor_at
+from flowfleet.part import rule
 from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.prompt import Kind
 
 if TYPE_CHECKING:
     from flowfleet.job.rewards import RewardPart
 
-SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+SOURCE_NAME = rule(
+    r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$", "give up to 63 letters, digits, '_' and '-', a letter or digit first"
+)
 """A part of names of metrics."""
 MAX_SOURCES = 64
 

@@ -12,6 +12,8 @@ from pydantic import AfterValidator, Field
 from flowfleet.part import Part as Part
 
 LEAST_FACTOR = 1e-6
+NAMES = "give up to {} lowercase letters, digits and '-', a letter or digit first and last"
+"""The rule of names that become names of hosts and pods."""
 
 
 def _counts(factor: float) -> float:

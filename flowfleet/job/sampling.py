@@ -9,10 +9,11 @@ from pydantic import Field, field_validator
 from flowfleet.algorithms.registry import STEPS
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import Window, WindowPart, late_start
-from flowfleet.job.part import Part, choice
+from flowfleet.job.part import NAMES, Part, choice
 from flowfleet.job.sequence import SequencePart
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Renorm, Size
+from flowfleet.part import rule
 
 
 class NoisePart(Part):
@@ -44,7 +45,7 @@ class PreviewPart(Part):
 
 
 class RolloutPart(Part):
-    pool: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    pool: str = Field(default="default", pattern=rule(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", NAMES.format(40)))
     """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
     prompts_per_step: int = Field(default=32, ge=1, le=65_536)
     """Prompts of one training step, a group of samples each."""

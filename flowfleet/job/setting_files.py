@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,29 +9,43 @@ from typing import Any
 
 import yaml
 
+from flowfleet.text_files import JSON, read_text, unique
+
 
 def read_table(path: Path, what: str) -> dict[str, Any]:
     """The mapping that a file holds, read by its suffix: .toml, .yaml, .yml or .json. `what` is its name in messages,
     as "a job". Raises ValueError with the reason."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
-        ".json": json.loads,
-        ".yaml": yaml.safe_load,
-        ".yml": yaml.safe_load,
+        ".json": JSON.decode,
+        ".yaml": _read_yaml,
+        ".yml": _read_yaml,
     }
     if path.suffix not in readers:
         raise ValueError(f"{path}: {what} file ends in {', '.join(readers)}")
     try:
         data = readers[path.suffix](text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # of all three formats, and of a key that is given twice
         raise ValueError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: {what} file is a table, not {type(data).__name__}")
     return data
+
+
+class _Yaml(yaml.SafeLoader):
+    """Refuses mappings that give a key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        unique([(str(key.value), value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"])
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Yaml)
 
 
 def read_extended(path: Path, what: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from flowfleet.job import reference
 from flowfleet.job.algorithm import AlgorithmTable, filled, loss_of
 from flowfleet.job.data import DataPart
 from flowfleet.job.migration import is_first_format, migrated
-from flowfleet.job.part import Part
+from flowfleet.job.part import NAMES, Part
 from flowfleet.job.removed import replacement
 from flowfleet.job.rewards import REWARD_NAME, GatePart, RewardPart
 from flowfleet.job.rules import rules as combinations
@@ -43,6 +43,7 @@ from flowfleet.job.schedule import SchedulePart, TimeoutPart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.job.training import EmaPart, LoraPart, OptimizerPart, TrainerPart
 from flowfleet.models.settings import Size
+from flowfleet.part import in_words, rule
 from flowfleet.prompts.columns import Columns
 
 __all__ = [
@@ -102,7 +103,7 @@ class ModelPart(Part):
 class JobSpec(Part):
     """A whole job."""
 
-    name: str = Field(default="job", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    name: str = Field(default="job", pattern=rule(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", NAMES.format(63)))
     """Name of the job, shown next to its id."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Source of all randomness of the job."""
@@ -313,7 +314,7 @@ def _explain(item: Any, loss: Loss, *, hint: bool) -> str:
     name = ".".join(location) or "job"
     if item["type"] == "extra_forbidden":
         return _unknown(name, loss, hint=hint)
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = in_words(item)
     return message if not location else f"{name}: {message[0].lower()}{message[1:]}"
 
 

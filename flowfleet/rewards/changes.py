@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flowfleet.job.part import Part
 from flowfleet.job.spec import JobSpec, RewardPart, parse_job
+from flowfleet.part import in_words
 
 MAX_SHADOWS = 8
 """Maximum number of a job's shadows: each costs its service as much as a reward."""
@@ -88,7 +89,7 @@ def parse_change(data: Any) -> RewardChange:
         return RewardChange.model_validate(data)
     except ValidationError as error:
         lines = (
-            f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors(include_url=False)
+            f"{'.'.join(map(str, item['loc'])) or 'body'}: {in_words(item)}" for item in error.errors(include_url=False)
         )
         raise ValueError("\n".join(lines)) from None
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from flowfleet.part import in_words
 from flowfleet.process.service import API_KEY, is_loopback, service_parser
 from flowfleet.redis import sentinel as redis_sentinel
 from services.controller.limits import Limits
@@ -248,7 +249,7 @@ class ControllerSettings(BaseModel):
                 **{name: value for name, value in flags.items() if value is not None},
             )
         except ValidationError as error:
-            raise ValueError("\n".join(_explain(item["loc"], item["msg"]) for item in error.errors())) from None
+            raise ValueError("\n".join(_explain(item) for item in error.errors())) from None
 
 
 def _named(flag: str, items: Sequence[str], made: type[BaseModel]) -> Any:
@@ -266,11 +267,11 @@ def _named(flag: str, items: Sequence[str], made: type[BaseModel]) -> Any:
     return found
 
 
-def _explain(location: Sequence[int | str], message: str) -> str:
-    own = message.removeprefix("Value error, ")
-    if own != message:
-        return own
-    flag, *name = map(str, location)
+def _explain(item: Any) -> str:
+    message = in_words(item)
+    if item["type"] == "value_error":
+        return message
+    flag, *name = map(str, item["loc"])
     return " ".join([f"--{_FLAGS.get(flag, flag).replace('_', '-')}", *name]) + f": {message}"
 
 

@@ -19,9 +19,10 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from flowfleet.media.files import Frames
+from flowfleet.part import Part, in_words
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
 from flowfleet.rewards.gradients import PixelInput, Pixels
 from flowfleet.rewards.requests import EncodedSample
@@ -225,10 +226,8 @@ class AsyncScorer(_Described[Params]):
 AnyScorer = Scorer[Any] | AsyncScorer[Any]
 
 
-class ScorerSettings(BaseModel):
+class ScorerSettings(Part):
     """Base of what a service's `--settings` and `--set` say to one scorer: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> Self:
@@ -245,7 +244,7 @@ class ScorerSettings(BaseModel):
             near = difflib.get_close_matches(name, cls.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.model_fields) or 'none'}"
             return f"settings.{name}: unknown setting; {hint}"
-        message = str(item["msg"]).removeprefix("Value error, ")
+        message = in_words(item)
         return f"settings.{name}: {message[0].lower()}{message[1:]}" if name else message
 
 

@@ -17,6 +17,7 @@ from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.cli.views import table
 from flowfleet.client.progress import number
 from flowfleet.job.setting_files import put
+from flowfleet.text_files import JSON
 
 WAIT_S = 600.0
 
@@ -132,7 +133,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return JSON.decode(text)
     except json.JSONDecodeError:
         return text
 

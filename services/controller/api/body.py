@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from flowfleet.errors import InvalidRequest, TooLarge
+from flowfleet.text_files import unique
 
 MAX_BYTES = 1 << 20
 TIMEOUT_S = 30.0
@@ -61,7 +62,7 @@ async def _read(request: Request) -> bytes:
 
 def _parse(body: bytes) -> Any:
     try:
-        return json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, numbers of too many digits are ValueErrors
@@ -70,15 +71,6 @@ def _parse(body: bytes) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name[:100]!r} is given twice")
-        found[name] = value
-    return found
 
 
 def _check_shape(root: Any) -> None:

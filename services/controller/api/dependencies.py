@@ -19,6 +19,7 @@ from flowfleet.api.samples import Purpose
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from flowfleet.lru import LruCache
+from flowfleet.part import rule
 from services.controller.api.auth import address_of
 from services.controller.api.connections import Streams
 from services.controller.api.feed import Feed
@@ -33,6 +34,7 @@ from services.controller.rewards.comparison import compare
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store
 
+Cursor = Annotated[str | None, Query(pattern=rule(r"^[0-9a-f-]{36}$", "give the next_cursor of the page before"))]
 MAX_KNOWN = 256
 """Comparisons that are kept."""
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.api.access import Right
+from flowfleet.text_files import read_text
 from services.controller.api.throttle import Throttle
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def digest_of(key: str) -> str:
 def read_keys(file: Path) -> dict[str, Holder]:
     """Digest → holder. Raises OSError and ValueError."""
     found: dict[str, Holder] = {}
-    for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
+    for name, entry in tomllib.loads(read_text(file)).items():
         holder = _holder(name, entry, file)
         if holder.digest in found:
             raise ValueError(f"{file}: {name} and {found[holder.digest].name} have the same key: give each its own")

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from flowfleet.api.problems import Problem, SettingProblem
 from flowfleet.errors import FlowfleetError, http_status
+from flowfleet.part import in_words
 from flowfleet.redis.trouble import trouble
 from services.controller.jobs.submission.problems import InvalidJob
 
@@ -86,7 +87,7 @@ async def _redis(request: Request, error: Exception) -> Response:
 async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = [
-        SettingProblem(setting=".".join(str(part) for part in item["loc"][1:]), detail=_cut(str(item["msg"])))
+        SettingProblem(setting=".".join(str(part) for part in item["loc"][1:]), detail=_cut(in_words(item)))
         for item in error.errors()
     ]
     detail = "; ".join(f"{item.setting}: {item.detail}" for item in errors)

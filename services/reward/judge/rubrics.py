@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import string
-import tomllib
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from flowfleet.job.setting_files import read_table
+from flowfleet.part import Part, in_words
 from services.reward.judge.scale import Scale, Take
 
 FOLDER: Final = Path(__file__).parent / "rubrics"
@@ -36,10 +36,8 @@ Piece = tuple[str, str]
 """("text", literal) or ("slot", name)."""
 
 
-class Rubric(BaseModel):
+class Rubric(Part):
     """Question about a sample, a pair of samples or a group, and how its answer is read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     question: Annotated[str, Field(min_length=1)]
     """The user's message, with slots in braces."""
@@ -142,16 +140,9 @@ def load_rubric(name: str) -> Rubric:
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ValueError(f"settings.rubric = {name!r}: take one of {', '.join(shipped())}, or a .toml or .yaml file")
     try:
-        return Rubric.model_validate(_read(path))
-    except OSError as error:
-        raise ValueError(f"settings.rubric: cannot read {path}: {error.strerror}") from error
+        return Rubric.model_validate(read_table(path, "a rubric"))
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))
-        raise ValueError(f"settings.rubric: {path}: {'; '.join(problems).replace(': Value error, ', ': ')}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"settings.rubric: {path}: {error}") from error
-
-
-def _read(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        problems = (f"{'.'.join(map(str, item['loc']))}: {in_words(item)}" for item in error.errors(include_url=False))
+        raise ValueError(f"settings.rubric: {path}: {'; '.join(problems)}") from None
+    except ValueError as error:
+        raise ValueError(f"settings.rubric: {error}") from error

@@ -52,7 +52,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "prompts of no known protocol": ({"data": {"train": "gopher9://x/y.txt"}}, "data.train", "gopher9"),
     "unknown reward": ({"rewards": {"beauty": {}}}, "rewards.beauty", "it has: jpeg, ocr"),
     "no reward": ({"rewards": {}}, "rewards", "at least one"),
-    "wrong type": ({"rollout": {"group_size": "many"}}, "rollout.group_size", "valid integer"),
+    "wrong type": ({"rollout": {"group_size": "many"}}, "rollout.group_size", "is not a whole number"),
     "part is a list": ({"rollout": [1]}, "rollout", "rolloutpart"),
     "absurd size": ({"rollout": {"height": 10**12}}, "rollout.height", "less than or equal to 8192"),
     "absurd float": ({"trainer": {"optimizer": {"lr": 1e300}}}, "trainer.optimizer.lr", "less than 1"),
@@ -95,7 +95,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no condition images": ({"rollout": {"condition_pixels": 4096}}, "rollout.condition_pixels", "takes no images"),
     "prompts as preferences": ({"algorithm": {"name": "dpo"}}, "data.train", "preferences have columns"),
     "long negative prompt": ({"rollout": {"negative_prompt": "x" * 32769}}, "rollout.negative_prompt", "at most 32768"),
-    "bad name": ({"name": "No Spaces!"}, "name", "pattern"),
+    "bad name": ({"name": "No Spaces!"}, "name", "give up to 63 lowercase letters"),
     "long key": ({"k" * 50_000: 1}, "k" * 200 + " … " + "k" * 397, "unknown setting"),
 }
 
@@ -124,7 +124,8 @@ async def test_unreadable_and_empty_files(jobs: Api, job: Job, tmp_path: Path) -
     empty.write_text("\n\n")
     binary.write_bytes(b"\xff\xfe\x00")
     fields.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    expected = {empty: "holds no prompt", binary: "cannot be read", fields: "bad.jsonl:2"}
+    not_text = "binary.txt:1: the file is UTF-16 or no text: save it as UTF-8"
+    expected = {empty: "holds no prompt", binary: not_text, fields: "bad.jsonl:2"}
     for path, words in expected.items():
         train = str(path)
         good = job()["data"]["train"]

@@ -14,6 +14,7 @@ from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import (
+    Cursor,
     JobId,
     KnownJobId,
     KnownStatus,
@@ -61,7 +62,7 @@ async def submit(
 @router.get("")
 async def list_jobs(
     use: Use,
-    cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
+    cursor: Cursor = None,
     limit: Limit = 50,
     status: KnownStatus | None = None,
 ) -> Page[Job]:

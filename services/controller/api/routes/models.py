@@ -11,6 +11,7 @@ from fastapi.responses import FileResponse
 
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.model_files import ModelManifest, model_folder, read_manifest
+from flowfleet.part import rule
 from services.controller.api.dependencies import KnownJobId, Services, Use
 from services.controller.api.routes.history import MAX_STEP, OTHER_MEDIA
 
@@ -37,7 +38,11 @@ async def model_file(
     use: Use,
     step: Step = None,
     crc32: Annotated[
-        str | None, Query(pattern="^[0-9a-f]{8}$", description="As the manifest has it: 409 once the model is another.")
+        str | None,
+        Query(
+            pattern=rule("^[0-9a-f]{8}$", "give 8 hex digits, as the manifest has them"),
+            description="As the manifest has it: 409 once the model is another.",
+        ),
     ] = None,
 ) -> Response:
     """Downloads one file of the model."""

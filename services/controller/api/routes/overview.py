@@ -10,7 +10,17 @@ from fastapi.responses import StreamingResponse
 from flowfleet.api.jobs import JobStatus
 from flowfleet.api.overview import JobRow
 from services.controller.api import sse
-from services.controller.api.dependencies import KnownStatus, Limit, Page, Services, Use, Who, callers_of, job_id_of
+from services.controller.api.dependencies import (
+    Cursor,
+    KnownStatus,
+    Limit,
+    Page,
+    Services,
+    Use,
+    Who,
+    callers_of,
+    job_id_of,
+)
 
 router = APIRouter(prefix="/v1", tags=["page"])
 
@@ -22,7 +32,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream
 @router.get("/overview")
 async def overview(
     use: Use,
-    cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
+    cursor: Cursor = None,
     limit: Limit = 500,
     status: KnownStatus | None = None,
     text: Annotated[str, Query(max_length=MAX_TEXT, description="Part of a name, an id, an owner or a pool.")] = "",

@@ -13,6 +13,8 @@ from starlette.requests import ClientDisconnect
 
 from flowfleet.api.access import Upload
 from flowfleet.errors import InvalidRequest
+from flowfleet.part import rule
+from flowfleet.prompts.formats import SUFFIXES
 from flowfleet.prompts.uploads import DIGEST, NAME, place_of
 from services.controller.api.dependencies import Use, Who
 
@@ -20,14 +22,16 @@ SILENCE_S = 30.0
 """Longest time that a body may pause."""
 LEAST_BYTES_S = 16_384
 """Least rate of a body that takes longer than that."""
+_DIGEST = rule(f"^{DIGEST}$", "give the SHA-256 as 64 hex digits")
+_NAME = rule(f"^{NAME}$", f"give up to 100 letters, digits and ._-, then one of {', '.join(SUFFIXES)}")
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
 
 @router.put("/{sha256}/{name}", status_code=201)
 async def upload(
-    sha256: Annotated[str, Path(pattern=f"^{DIGEST}$", description="Digest of the file, in hex.")],
-    name: Annotated[str, Path(pattern=f"^{NAME}$", description="Its plain name, with the suffix of its format.")],
+    sha256: Annotated[str, Path(pattern=_DIGEST, description="Digest of the file, in hex.")],
+    name: Annotated[str, Path(pattern=_NAME, description="Its plain name, with the suffix of its format.")],
     request: Request,
     use: Use,
     who: Who,

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 
 from flowfleet.api.votes import (
-    NAME,
+    VOTER,
     Asked,
     Ballot,
     Preference,
@@ -27,6 +27,7 @@ from flowfleet.api.votes import (
 )
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import Conflict, InvalidRequest, NotFound
+from flowfleet.part import in_words, rule
 from flowfleet.proto.common_pb2 import BlobRef
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import KnownJobId, Limit, MaybeHolder, Page, Services, Use
@@ -51,11 +52,11 @@ MAX_REPORTED = 1024
 """Newest groups that a report covers."""
 SCORER = "human"
 """Name in Describe of the reward that votes are for; its own scores are not compared with votes."""
-CURSOR = r"^[0-9]{1,10}/[0-9]{1,10}$"
+CURSOR = rule(r"^[0-9]{1,10}/[0-9]{1,10}$", "give STEP/GROUP")
 _PREFERENCES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 B = TypeVar("B", bound=BaseModel)
 
-VoterName = Annotated[str, Query(pattern=rf"{NAME}|^$", description="Who votes; needed where the key names no person.")]
+VoterName = Annotated[str, Query(pattern=VOTER, description="Who votes; needed where the key names no person.")]
 
 
 @router.put("/groups/{step}/{group}")
@@ -183,10 +184,10 @@ async def _asked_within(use: Use, time: timedelta, groups: Sequence[VoteGroup]) 
 
 async def _read(request: Request, kind: type[B]) -> B:
     try:
-        return kind.model_validate(await read_object(request))
+        return kind.model_validate(await read_object(request), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {in_words(first)}") from None
 
 
 def _voter(holder: Holder | None, given: str) -> str:

@@ -18,6 +18,7 @@ import yaml
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import POD_PORT, trainer_pod_command
+from flowfleet.text_files import read_text
 
 RANKS_PER_POD = "flowfleet.io/ranks-per-pod"
 ACCELERATOR = "flowfleet.io/accelerator"
@@ -91,7 +92,7 @@ class TrainerTemplate:
 def load_template(path: Path) -> TrainerTemplate:
     """Raises ValueError that names what is wrong with it."""
     try:
-        return parse_template(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return parse_template(yaml.safe_load(read_text(path)))
     except OSError as error:
         raise ValueError(f"--trainer-template {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.process.service import check_address
+from flowfleet.text_files import read_text
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class StaticDirectory:
             return
         self._seen = seen
         try:
-            self._listed = addresses(tomllib.loads(self._file.read_text(encoding="utf-8")), str(self._file))
+            self._listed = addresses(tomllib.loads(read_text(self._file)), str(self._file))
         except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
             log.error("rewards file not applied, its last valid content stays: %s", error)
 
