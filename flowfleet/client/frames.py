@@ -31,9 +31,11 @@ def picture(data: bytes, media_type: str) -> Image:
         raise ValueError(f"the sample is of {media_type}: `media` gives its file")
     try:
         from PIL import Image
+
+        from flowfleet.media.files import as_rgb
     except ModuleNotFoundError:
         raise ValueError("pictures need Pillow: pip install 'flowfleet[notebook]'") from None
-    return Image.open(io.BytesIO(data)).convert("RGB")
+    return as_rgb(Image.open(io.BytesIO(data)))
 
 
 def _frame(rows: Sequence[dict[str, Any]], columns: list[str]) -> DataFrame:

@@ -114,7 +114,15 @@ class OpenedMedia:
                 for index, picture in enumerate(self.frames()):
                     frames[index] = picture
                 return frames
-            return np.asarray(ImageOps.exif_transpose(self.picture).convert("RGB"))[None]
+            return np.asarray(as_rgb(ImageOps.exif_transpose(self.picture)))[None]
+
+
+def as_rgb(picture: Image.Image) -> Image.Image:
+    """The picture in RGB of 8 bits. PIL cuts gray of 16 bits off at 255; here its upper 8 bits count, as PIL takes them
+    of colors."""
+    if picture.mode.startswith("I"):
+        picture = Image.fromarray((np.asarray(picture).clip(0, 65_535) >> 8).astype(np.uint8))
+    return picture.convert("RGB")
 
 
 def encode_media(frames: Frames, fps: float = 16.0) -> tuple[bytes, str]:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from flowfleet.media.files import Frames, MediaError, MediaLimits, decode_media, encode_media, open_media
+from flowfleet.media.files import (
+    PICTURE_TYPES,
+    Frames,
+    MediaError,
+    MediaLimits,
+    decode_media,
+    encode_media,
+    open_media,
+)
 
 
 def smooth_video(num_frames: int = 9, height: int = 48, width: int = 80) -> Frames:
@@ -214,3 +222,31 @@ def test_broken_bytes_raise_nothing_else(at: int, patch: bytes) -> None:
     with suppress(MediaError):
         frames = decode_media(MP4[:at] + patch + MP4[at + len(patch) :], "video/mp4", limits)
         assert 0 < frames[..., 0].size <= limits.max_total_pixels
+
+
+MODES = {
+    "image/png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B"),
+    "image/jpeg": ("1", "L", "RGB", "RGBX", "CMYK", "YCbCr"),
+    "image/webp": ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"),
+}
+"""Modes of PIL that it writes to a type without cutting anything off."""
+
+
+@pytest.mark.parametrize(("media_type", "mode"), [(kind, mode) for kind, modes in MODES.items() for mode in modes])
+def test_a_ramp_is_read_as_a_ramp_in_every_mode(mode: str, media_type: str) -> None:
+    ramp = np.arange(256, dtype=np.uint8)[None].repeat(16, axis=0)
+    if mode.startswith("I"):
+        wide = ramp.astype(np.uint16) * 257
+        picture = Image.frombytes(mode, (256, 16), (wide.byteswap() if mode == "I;16B" else wide).tobytes())
+    elif mode == "1":
+        ramp = np.where(ramp > 127, np.uint8(255), np.uint8(0))
+        picture = Image.fromarray(ramp).convert("1", dither=Image.Dither.NONE)
+    else:
+        gray = Image.fromarray(ramp)
+        picture = (gray if mode == "P" else gray.convert("RGB")).convert(mode)
+    out = io.BytesIO()
+    picture.save(out, PICTURE_TYPES[media_type], quality=95)
+    found = decode_media(out.getvalue(), media_type)[0].astype(int)
+    is_exact = media_type == "image/png"
+    assert np.abs(found - ramp[..., None].astype(int)).max() <= (0 if is_exact else 8)
+    assert (np.diff(found.mean(axis=(0, 2))) >= (0 if is_exact else -4)).all()
