@@ -31,6 +31,7 @@ from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job
 from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
+from flowfleet.models.registry import family_of
 from flowfleet.process.proxies import direct_to_loopback
 
 app = typer.Typer(
@@ -181,11 +182,12 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Predict a job's memory, work and traffic from the configurations in its model folder."""
+    spec = prepare_job(file, set_ or (), same_machine=True)
+    family_of(spec.model.path)  # before torch is imported, which takes a while
     from flowfleet.cli.submission import num_held_out
     from flowfleet.planning.plan import found_memory_gib, predict
     from flowfleet.planning.report import show_plan
 
-    spec = prepare_job(file, set_ or (), same_machine=True)
     known = found_memory_gib() if device_memory is None else device_memory
     planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens, held_out=num_held_out(spec))
     tell(planned.to_json(), json_, lambda: show_plan(spec, planned, out))

@@ -80,6 +80,17 @@ def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
     assert list(client.jobs()) == []
 
 
+def test_plan_of_a_missing_folder_answers_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "flowfleet.planning.plan", None)
+    path = tmp_path / "job.toml"
+    path.write_text(f'model.path = "{tmp_path}/none"\ndata.train = "t.txt"\nrewards.ocr.weight = 1.0\n')
+    told = CliRunner().invoke(cli.app, ["plan", str(path)])
+    assert told.exit_code == 1
+    assert f"{tmp_path}/none is not a folder" in told.output.replace("\n", "")
+
+
 def test_plan_tells_what_a_job_needs_without_a_controller(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_qwen_image: Path
 ) -> None:
