@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.stores import read_prompts
 from services.controller.prompts.sources import MAX_PROMPT_BYTES, Sources, Unread
 from services.controller.reading.confinement import is_public
 from services.controller.reading.places import NotAllowed, Places
@@ -244,9 +246,14 @@ def test_tables_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         (folder / "data-1.arrow").symlink_to("/etc/passwd")
         with pytest.raises(NotAllowed):
             sources.prompts(str(folder))
-        (folder / "dataset_dict.json").write_text("{}")
-        with pytest.raises(ValueError, match=r"holds several splits: name one, as in .*/saved/train"):
-            sources.prompts(str(folder))
+        for note, words in (
+            ("{}", rf"holds several splits: name one, as in {folder}/train"),
+            ('{"splits": ["train", "test"]}', rf"holds several splits: name one, {folder}/train, {folder}/test$"),
+        ):
+            (folder / "dataset_dict.json").write_text(note)
+            for read in (sources.prompts, lambda place: read_prompts(place, Columns())):
+                with pytest.raises(ValueError, match=words):
+                    read(f"{folder}/")
         (tmp_path / "a.parquet").write_text("prompt\n")
         with pytest.raises(ValueError, match="no readable parquet file"):
             sources.prompts(str(tmp_path / "a.parquet"))
