@@ -1,10 +1,14 @@
-"""Proof that two processes see the same files."""
+"""Names of files: in errors that lack them, under locales that cannot hold them, and proof that two processes see the
+same files."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -16,3 +20,28 @@ def filesystem_id() -> str:
     except OSError:
         parts = [platform.node()]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the path in errors that name none: a full disk's are of a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for a path that the locale's encoding cannot hold: Python keeps its bytes as half characters,
+    which no message and no file can take."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(name).decode(errors="replace").encode("ascii", "replace").decode()
+            raise ValueError(
+                f"{shown}: this locale ({sys.getfilesystemencoding()}) cannot hold the name: set LC_ALL=C.UTF-8, or "
+                "PYTHONUTF8=1"
+            ) from None

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.filesystem import writing
 from flowfleet.part import rule
 
 Choice = Literal["left", "right", "tie", "neither"]
@@ -184,4 +185,5 @@ class Preference(Answer):
 def keep(path: Path, data: bytes) -> None:
     """Writes a file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    with writing(path):
+        path.write_bytes(data)

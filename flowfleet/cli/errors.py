@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any, Final
 
 import typer
@@ -11,6 +13,7 @@ from rich.text import Text
 
 from flowfleet.api.problems import ApiError
 from flowfleet.cli.options import err
+from flowfleet.filesystem import check_names
 from flowfleet.local.stack import StackError
 
 EXTRAS: Final = {
@@ -41,6 +44,7 @@ class Group(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            check_names([*sys.argv[1:], os.getcwd()])
             return super().invoke(ctx)
         except ValidationError as error:
             message = "\n".join(item["msg"].removeprefix("Value error, ") for item in error.errors())

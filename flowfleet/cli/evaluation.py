@@ -20,6 +20,7 @@ from flowfleet.cli.samples.command import ROOM_BYTES, media_of
 from flowfleet.client.client import Client
 from flowfleet.client.evaluation import evaluate
 from flowfleet.client.evaluation.comparison import TOTAL, Estimate, Evaluated, as_json, columns
+from flowfleet.filesystem import writing
 
 if TYPE_CHECKING:
     from flowfleet.cli.samples.page import Shown
@@ -110,9 +111,10 @@ def _written(client: Client, models: Sequence[Evaluated], prompts: int, folder: 
     facts = f"prompts: {len(rows)} of {num_prompts} shown · the pictures of a prompt share its seeds"
     folder.mkdir(parents=True, exist_ok=True)
     numbers: list[dict[str, Any]] = as_json(models)
-    (folder / "evaluation.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     page = folder / "index.html"
-    page.write_text(side_by_side(title, facts, "", rows), encoding="utf-8")
+    with writing(folder):
+        (folder / "evaluation.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        page.write_text(side_by_side(title, facts, "", rows), encoding="utf-8")
     return page
 
 

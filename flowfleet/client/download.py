@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from flowfleet.api.problems import ApiError
+from flowfleet.filesystem import writing
 from flowfleet.job.model_files import MANIFEST, ModelFile, ModelManifest, check_name, read_manifest
 
 MARK: Final = ".flowfleet-download"
@@ -88,7 +89,7 @@ async def _write(path: Path, name: str, file: ModelFile, fetch: Fetch) -> None:
     aside = path.with_name(f".{path.name}.partial")
     digest = size = 0
     async with fetch(name, file.crc32) as pieces:
-        with aside.open("wb") as opened:
+        with writing(aside), aside.open("wb") as opened:
             async for piece in pieces:
                 size += len(piece)
                 if size > file.size_bytes:

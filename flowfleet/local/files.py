@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from flowfleet.filesystem import writing
+
 _PRIVATE, _PRIVATE_FILE = 0o700, 0o600
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -25,7 +27,7 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with writing(path), os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
     except BaseException:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowfleet.errors import FlowfleetError
+from flowfleet.filesystem import check_names
 from flowfleet.process import telemetry, traces
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
@@ -118,6 +119,7 @@ def run_service(
     telemetry.configure_logging(name, options.log_level)
     traces.start(name)
     try:
+        check_names(sys.argv[1:] if argv is None else argv)
         require_secret(options.host, secret)
         if options.port_file is not None:
             options.port_file.unlink(missing_ok=True)  # of a predecessor that was killed

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from flowfleet.filesystem import writing
+
 
 class State(BaseModel):
     """Progress of a job's copy in the tracker."""
@@ -41,7 +43,7 @@ class Place:
     def write(self, state: State) -> None:
         """Replaces the file; a crash leaves the old one or the new one."""
         new = self._path.with_suffix(".new")
-        with new.open("w") as file:
+        with writing(new), new.open("w") as file:
             file.write(state.model_dump_json())
             file.flush()
             os.fsync(file.fileno())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from flowfleet.filesystem import check_names
 from flowfleet.part import in_words
 from flowfleet.process.service import API_KEY, is_loopback, service_parser
 from flowfleet.redis import sentinel as redis_sentinel
@@ -225,6 +226,7 @@ class ControllerSettings(BaseModel):
     @classmethod
     def from_command_line(cls, argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ControllerSettings:
         """Raises ValueError, one line a problem. Exits as argparse does for an unknown flag."""
+        check_names(argv)
         flags = vars(_parser().parse_args(argv))
         rewards = [item.partition("=") for item in flags.pop("reward")]
         names = [name for name, _, _ in rewards]

@@ -16,6 +16,7 @@ from flowfleet.api.samples import EXTENSIONS, Sample
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client.client import Client
+from flowfleet.filesystem import writing
 
 if TYPE_CHECKING:
     from flowfleet.cli.rewards.disagreement import Disagreement
@@ -75,7 +76,8 @@ def samples(
             raise ValueError(f"--out {file}: name the page, as in page.html")
         written = _page(client, job, kind, num, purpose, step)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(written, encoding="utf-8")
+    with writing(file):
+        file.write_text(written, encoding="utf-8")
     said = f"{file}  {len(written) / 2**20:.1f} MiB"
     tell({"file": file}, json_, lambda: out.print(said, highlight=False, soft_wrap=True))
     if open_:
@@ -95,7 +97,8 @@ def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     suffix = EXTENSIONS.get(sample.media_type) or sample.media_type.rpartition("/")[2]
     path = directory / f"{sample.purpose}-{sample.step:05d}-{sample.group:03d}-{sample.index:03d}.{suffix}"
-    path.write_bytes(picture)
+    with writing(path):
+        path.write_bytes(picture)
     return path
 
 

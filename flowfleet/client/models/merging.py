@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -73,7 +73,10 @@ def _replace(file: Path, state: dict[str, Tensor], metadata: Any) -> None:
     """The file may be a link to the base's own: it is never written into."""
     mode = file.stat().st_mode & 0o777
     aside = file.with_name(f".{file.name}.merged")
-    save_file(state, aside, metadata=metadata)
+    try:
+        save_file(state, aside, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{aside} cannot be written: {error}") from None
     sort_metadata(aside)
     aside.chmod(mode)
     os.replace(aside, file)

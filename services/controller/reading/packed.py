@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
+from flowfleet.filesystem import writing
 from flowfleet.prompts.formats import MAX_PROMPTS
 from flowfleet.prompts.prompt import Prompt
 
@@ -49,8 +50,9 @@ class Packer:
 
     def flush(self) -> None:
         """Writes what was added. Raises OSError."""
-        _write(self._descriptor, self._rows, ROWS_AT + self.size_bytes)
-        _write(self._descriptor, self._entries.tobytes(), 8 * (self.count + 1))
+        with writing(Path("the controller's state directory")):  # the file has no name
+            _write(self._descriptor, self._rows, ROWS_AT + self.size_bytes)
+            _write(self._descriptor, self._entries.tobytes(), 8 * (self.count + 1))
         self.count, self.size_bytes = self.count + len(self._entries), self.size_bytes + len(self._rows)
         self._entries, self._rows = array("Q"), bytearray()
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from flowfleet.errors import Conflict, DataLoss
+from flowfleet.filesystem import writing
 from services.trainer.parallel.ranks import Ranks
 
 DAMAGED = (ENOENT, ENOTDIR, EISDIR, EIO)
@@ -168,7 +169,7 @@ class _Writer(HuggingFaceStorageWriter):
 def _write_file(path: Path, items: Sequence[Any], planner: SavePlanner) -> str:
     """Writes these tensors, the widest elements first, which aligns them all; returns the file's digest."""
     ordered = sorted(items, key=lambda item: (-item.tensor_data.properties.dtype.itemsize, item.index.fqn))
-    with path.open("wb", buffering=0) as file, Digest() as digest:
+    with writing(path), path.open("wb", buffering=0) as file, Digest() as digest:
         _put(file, digest, _header(ordered))
         for item in ordered:
             tensor: Any = planner.resolve_data(item)

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
+from flowfleet.filesystem import writing
+
 METRICS_FILE: Final = "metrics.jsonl"
 
 Kind = Literal["step", "version"]
@@ -58,7 +60,7 @@ class MetricsFile:
         return found
 
     def _write(self, row: Mapping[str, object]) -> None:
-        with self._path.open("ab") as file:
+        with writing(self._path), self._path.open("ab") as file:
             file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
