@@ -62,7 +62,7 @@ def read_row(row: Any, url: str, number: int, columns: Columns) -> Prompt:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """Names the type of a JSON value."""
     kinds: list[tuple[type, str]] = [(bool, "true or false"), (int, "a number"), (float, "a number"), (str, "a text")]
     kinds += [(list, "a list"), (dict, "an object")]
     return next((name for kind, name in kinds if isinstance(value, kind)), "nothing")

@@ -27,7 +27,7 @@ WRONG: dict[Any, tuple[Any, ...]] = {
     str: (3, 1.5, False),
 }
 NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "string"}
-"""As pydantic's errors begin."""
+"""Names of the types in pydantic's errors."""
 
 
 def tables(base: type[BaseModel] = Part) -> Iterator[type[BaseModel]]:

@@ -59,7 +59,7 @@ async def test_pools_share_the_limit_and_jobs_of_one_pool_do_not_add_up(redis_ur
 
 @pytest.mark.anyio
 async def test_the_data_of_all_pools_have_one_budget(redis_url: str) -> None:
-    """Of each pool the largest counts, as its jobs run one after the other."""
+    """The largest of a pool counts: its jobs run one after the other."""
     redis = connect(redis_url)
     limits, store = Limits(data_bytes=100), Store(redis)
     for data_bytes in (40, 50):

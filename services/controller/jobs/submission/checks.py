@@ -37,7 +37,7 @@ _READING = threading.Semaphore(2)
 
 @dataclass
 class _Seen:
-    """What a check saw of a job's data."""
+    """Collects what a check saw of a job's data."""
 
     firsts: dict[str, Prompt] = field(default_factory=dict)
     """First prompt of each file that was read, by its setting."""

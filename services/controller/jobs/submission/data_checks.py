@@ -36,7 +36,7 @@ def read_prompts(sources: Sources, url: str, columns: Columns) -> Prompts | None
 def prompt_problems(
     spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompts: Prompts
 ) -> Iterable[str]:
-    """What is wrong with the prompts of a data set; of many problems the first."""
+    """Names the first problems of a data set's prompts."""
     told = prompts.telling(MAX_LINES)
     found = itertools.chain.from_iterable(_line_problems(spec, family, shapes, sources, prompt) for prompt in told)
     return itertools.islice(found, MAX_LINES)
