@@ -23,6 +23,7 @@ EXTRAS: Final = {
     "push": "hub",
     "redis-acl": "service",
     "check-reward": "media",
+    "check-model": "trainer",
     "samples": "service",
     "try-reward": "reward",
 }

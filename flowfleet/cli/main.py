@@ -238,6 +238,7 @@ app.command()(samples)
 app.command()(track)
 app.command("redis-acl")(redis_acl)
 app.command("check-reward")(check_reward)
+app.command("check-model")(models.check_model)
 app.command("try-reward")(try_reward)
 
 

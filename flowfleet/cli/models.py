@@ -54,6 +54,25 @@ def export(
     tell({"folder": folder, **manifest.model_dump()}, json_, lambda: _show(manifest, folder))
 
 
+def check_model(
+    model: Annotated[str, typer.Argument(metavar="FOLDER_OR_PLUGIN", help="A model's folder, best a tiny one.")],
+    json_: Json = False,
+) -> None:
+    """Check that Flowfleet can sample, train, save and load a model as diffusers does; exits with 1 if it cannot."""
+    from flowfleet.conformance.models import check_model as checked
+
+    results = []
+    for result in checked(model):
+        results.append(result)
+        if not json_:
+            detail = f": {result.detail}" if result.detail else ""
+            out.print(f"{result.status:<4} {result.name}: {result.rule}{detail}", highlight=False, markup=False)
+    if json_:
+        tell(results, json_, lambda: None)
+    if any(result.status == "fail" for result in results):
+        raise typer.Exit(1)
+
+
 def push(
     job_id: JobId,
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Model repository; made if it is not there.")],

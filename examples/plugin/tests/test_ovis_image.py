@@ -8,12 +8,12 @@ import torch
 from diffusers import OvisImagePipeline
 from tiny_ovis_image import make_tiny_ovis_image
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.packing import pack
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from flowfleet_example.ovis_image import OvisImageAdapter
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 
 SQUARE, WIDE = Size(64, 64), Size(32, 96)
 

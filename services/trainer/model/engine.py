@@ -24,6 +24,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import family_of
+from flowfleet.models.trainable import blocks_of, require_trainable
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -37,7 +38,7 @@ from services.trainer.model.policies import Policies, Policy
 from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
-from services.trainer.parallel.blocks import blocks_of, checkpoint_blocks, compile_blocks
+from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
@@ -86,6 +87,8 @@ class Engine:
         self.kind = model_kind(spec, self.adapter)
         self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
+        library = self.adapter.pipeline_class if self.kind.layout.library == "diffusers" else None
+        require_trainable(self.experts, library, lora=self.is_lora)
         self._sources = {component: self.source(component) for component in self.experts}
         for component, expert in self.experts.items():
             self._sources[component].check(expert)

@@ -6,7 +6,7 @@ before FSDP, whose hooks stay outside. Checkpointing comes first, then `compile_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flowfleet.hardware import compiling
+from flowfleet.models.trainable import blocks_of
 
 RECOMPUTED_BELOW = 256
 """Selective checkpointing keeps a matrix product of at least this inner dimension: to compute an element of it again
@@ -41,25 +42,6 @@ _ATTENTION = {
     )
     if hasattr(_aten, name)
 }
-
-
-def blocks_of(expert: nn.Module) -> list[nn.Module]:
-    """Blocks by the class names that diffusers' models list. Raises ValueError for a transformer without them:
-    otherwise nothing would be split, checkpointed or compiled, unnoticed until the memory is full."""
-    names = set(getattr(expert, "_no_split_modules", None) or ())
-    named = [module for module in expert.modules() if type(module).__name__ in names]
-    blocks = [module for module in named if not any(type(part).__name__ in names for part in _inside(module))]
-    if not blocks:
-        raise ValueError(
-            f"{type(expert).__name__} cannot be split into blocks: set its class attribute _no_split_modules to the "
-            f"class names of its transformer blocks; it has {', '.join(sorted(names)) or 'none'} now"
-        )
-    return blocks
-
-
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a module: transformers lists encoders as well as their layers, and the layers are the blocks."""
-    return (part for part in module.modules() if part is not module)
 
 
 def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"], *, is_compiled: bool = False) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from services.trainer.parallel.blocks import blocks_of
+from flowfleet.models.trainable import blocks_of
 from services.trainer.parallel.ranks import Ranks
 
 

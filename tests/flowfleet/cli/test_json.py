@@ -27,6 +27,7 @@ ELSEWHERE = {
     "export",
     "push",
     "check-reward",
+    "check-model",
     "plan",
 } | {f"rewards {name}" for name in ("shadow", "promote", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""

@@ -8,38 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
+from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
-from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora
-
-RAGGED = ['A red sign that says "K7QX"', "a", "a green blue white sign that says nothing at all"]
-SEEDS = [11, 2**62, 5]
-
-
-def generators() -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in SEEDS]
-
-
-@torch.no_grad()
-def sample_ode(
-    adapter: ModelAdapter,
-    prompts: PromptEmbeds,
-    size: Size,
-    steps: int,
-    guidance: Guidance = NO_GUIDANCE,
-    negative: PromptEmbeds | None = None,
-) -> Tensor:
-    """Final latents of the prompts with SEEDS and eta 0."""
-    schedule, latents = adapter.schedule(steps, size), adapter.initial_latents(SEEDS, size)
-    for i in range(steps):
-        velocity = adapter.velocity(
-            latents, schedule.timesteps[i], prompts, size=size, guidance=guidance, negative=negative
-        )
-        latents = ode_step(latents, velocity, schedule.sigmas[i], schedule.sigmas[i + 1])
-    return latents
 
 
 def assert_same_pictures(frames: Tensor, expected: np.ndarray[Any, Any]) -> None:

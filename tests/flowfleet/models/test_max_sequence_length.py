@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from flowfleet.conformance.models import RAGGED, generators, sample_ode
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds
@@ -15,7 +16,6 @@ from flowfleet.models.settings import Size
 from flowfleet.planning.flops import model_flops
 from services.trainer.model.engine import model_spec
 from tests.flowfleet.models.families.test_wan import load_pipeline as load_wan
-from tests.flowfleet.models.parity import RAGGED, generators, sample_ode
 from tests.tiny_models import make_tiny
 
 KINDS = ("stable_diffusion_3", "flux", "chroma", "z_image", "wan")

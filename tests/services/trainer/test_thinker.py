@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from flowfleet.models.registry import sequence_adapter_for
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.stored_names import stored
+from flowfleet.models.trainable import blocks_of
 from recipes.tiny_thinker import model as tiny
 from services.trainer.model.kinds import TransformersSource
-from services.trainer.parallel.blocks import blocks_of
 
 
 @pytest.fixture(scope="module")

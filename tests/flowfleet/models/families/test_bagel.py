@@ -12,6 +12,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from flowfleet.algorithms.registry import LOSSES
+from flowfleet.conformance.models import RAGGED, SEEDS, sample_ode
 from flowfleet.job.rules.sequences import refusal
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.families.bagel.checkpoint import read_config
@@ -81,8 +82,8 @@ def test_guidance_is_that_of_three_branches_where_no_picture_is_given(
 
 def test_guidance_is_off_outside_its_interval(adapter: ModelAdapter) -> None:
     """Above the lower end and up to the upper one, row by row."""
-    prompts, negative = adapter.encode(parity.RAGGED), adapter.encode([" "])
-    latents = adapter.initial_latents(parity.SEEDS, SIZE)
+    prompts, negative = adapter.encode(RAGGED), adapter.encode([" "])
+    latents = adapter.initial_latents(SEEDS, SIZE)
 
     def velocity(timestep: torch.Tensor, guidance: Guidance) -> torch.Tensor:
         with torch.no_grad():
@@ -100,13 +101,13 @@ def test_guidance_is_off_outside_its_interval(adapter: ModelAdapter) -> None:
 
 def test_rows_do_not_depend_on_their_batch_with_guidance_either(adapter: ModelAdapter) -> None:
     parity.assert_rows_do_not_depend_on_their_batch(adapter, SIZE, [900.0, 50.0, 300.0])
-    prompts, negative = adapter.encode(parity.RAGGED), adapter.encode([""])
-    latents = adapter.initial_latents(parity.SEEDS, SIZE)
+    prompts, negative = adapter.encode(RAGGED), adapter.encode([""])
+    latents = adapter.initial_latents(SEEDS, SIZE)
     guidance = Guidance(4.0, image_scale=1.5)
     level = torch.tensor(700.0)
     with torch.no_grad():
         together = adapter.velocity(latents, level, prompts, size=SIZE, guidance=guidance, negative=negative)
-        for row, text in enumerate(parity.RAGGED):
+        for row, text in enumerate(RAGGED):
             alone = adapter.velocity(
                 latents[row : row + 1],
                 level,
@@ -130,7 +131,7 @@ def test_prompts_are_token_ids_and_a_blank_one_has_none(adapter: ModelAdapter) -
 
 def test_gradients_flow(adapter: ModelAdapter) -> None:
     """Into the layers; what only looks at pictures or writes has none."""
-    prompts, latents = adapter.encode(parity.RAGGED), adapter.initial_latents(parity.SEEDS, SIZE)
+    prompts, latents = adapter.encode(RAGGED), adapter.initial_latents(SEEDS, SIZE)
     with torch.no_grad():
         frozen = adapter.velocity(latents, torch.tensor(700.0), prompts, size=SIZE)
     adapter.transformer.requires_grad_(True)
@@ -149,17 +150,17 @@ def test_gradients_flow(adapter: ModelAdapter) -> None:
 def test_the_ratio_is_exactly_one(adapter: ModelAdapter, checkpoint: Path) -> None:
     trainer = adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
     parity_of = Guidance(4.0, interval=(0.4, 1.0), image_scale=1.5)
-    schedule, prompts, negative = trainer.schedule(6, SIZE), adapter.encode(parity.RAGGED), adapter.encode([" "])
+    schedule, prompts, negative = trainer.schedule(6, SIZE), adapter.encode(RAGGED), adapter.encode([" "])
     from flowfleet.algorithms.sde import reverse_step
 
-    latents = adapter.initial_latents(parity.SEEDS, SIZE)
+    latents = adapter.initial_latents(SEEDS, SIZE)
     for i in range(3):
         sigmas = schedule.sigmas[i : i + 2]
         with torch.no_grad():
             velocity = adapter.velocity(
                 latents, schedule.timesteps[i], prompts, size=SIZE, guidance=parity_of, negative=negative
             )
-            noise = adapter.step_noise(parity.SEEDS, i, latents.shape[1:])
+            noise = adapter.step_noise(SEEDS, i, latents.shape[1:])
             rollout = reverse_step("sde")(
                 latents, velocity, *sigmas, eta=0.7, sigma_max=schedule.sigma_max, noise=noise
             )
@@ -206,7 +207,7 @@ def test_it_computes_in_bfloat16(checkpoint: Path) -> None:
     """Token ids stay exact."""
     adapter = adapter_for(checkpoint).load(checkpoint, dtype=torch.bfloat16)
     assert adapter.encode(["a"]).embeds.dtype == torch.float32
-    latents = parity.sample_ode(adapter, adapter.encode(parity.RAGGED), SIZE, 2)
+    latents = sample_ode(adapter, adapter.encode(RAGGED), SIZE, 2)
     assert latents.dtype == torch.float32
     assert latents.isfinite().all()
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from diffusers import ChromaPipeline
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.families.chroma import ChromaAdapter
 from flowfleet.models.packing import pack
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 
 SQUARE = Size(64, 64)

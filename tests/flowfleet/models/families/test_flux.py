@@ -8,12 +8,12 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.families.flux import FluxAdapter, position_ids
 from flowfleet.models.packing import pack, unpack
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 
 SQUARE = Size(64, 64)

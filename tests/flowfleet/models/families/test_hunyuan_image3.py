@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowfleet.conformance.models import RAGGED, SEEDS, sample_ode
 from flowfleet.models.embeds import pad_embeds
 from flowfleet.models.families.hunyuan_image3 import prompts as sequences
 from flowfleet.models.families.hunyuan_image3.adapter import HunyuanImage3Adapter, unconditional
@@ -30,7 +31,6 @@ from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora
 from recipes.tiny_unified.hunyuan_image3 import CONFIG, SYSTEM_PROMPT
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, sample_ode
 from tests.tiny_models import make_tiny
 
 SQUARE = Size(64, 64)

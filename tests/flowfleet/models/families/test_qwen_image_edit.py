@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.families.qwen_image_edit import QwenImageEditAdapter
 from flowfleet.models.picture_prompts import PictureProcessor
 from flowfleet.models.registry import family_of
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 
 SQUARE = Size(64, 64)

@@ -9,12 +9,12 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from PIL import Image
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.families.stable_diffusion_3 import StableDiffusion3Adapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.schedules import flow_match_schedule, scheduler_levels
 from flowfleet.models.settings import Guidance, Size
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 from tests.tiny_models.stable_diffusion_3 import make_tiny_stable_diffusion_3
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.conformance.models import SEEDS, generators, sample_ode
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.families.wan import WanAdapter, euler_schedule
 from flowfleet.models.settings import Guidance, Size
-from tests.flowfleet.models.parity import SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 from tests.tiny_models.wan import BOUNDARY_RATIO
 

@@ -12,6 +12,7 @@ from diffusers import ZImagePipeline
 from PIL import Image
 from torch import Tensor
 
+from flowfleet.conformance.models import RAGGED, SEEDS, generators, sample_ode
 from flowfleet.models.embeds import pad_embeds
 from flowfleet.models.families.z_image import ZImageAdapter
 from flowfleet.models.registry import adapter_for
@@ -19,7 +20,6 @@ from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora
 from tests.flowfleet.models import parity
-from tests.flowfleet.models.parity import RAGGED, SEEDS, generators, sample_ode
 from tests.tiny_models import make_tiny
 
 SQUARE = Size(64, 64)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
+from flowfleet.models.trainable import blocks_of
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.quantization.layers import Fp8Trained, train_in_fp8
 from flowfleet.weights.lora import install_lora
@@ -116,7 +117,7 @@ def test_weights_trained_in_float8_have_the_same_gradients_checkpointed_and_comp
         adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16, components=("transformer",))
         adapter.transformer.requires_grad_(True)
         if fp8:
-            assert train_in_fp8(blocks.blocks_of(adapter.transformer), min_size=16) > 0
+            assert train_in_fp8(blocks_of(adapter.transformer), min_size=16) > 0
         if kind != "none":
             checkpoint_blocks(adapter.transformer, kind, is_compiled=True)
         return adapter, dict(adapter.transformer.named_parameters())
@@ -157,7 +158,7 @@ def test_full_checkpointing_keeps_no_float8_product_of_a_compiled_block(tiny_qwe
 
     adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16, components=("transformer",))
     adapter.transformer.requires_grad_(True)
-    found = blocks.blocks_of(adapter.transformer)
+    found = blocks_of(adapter.transformer)
     num_products = train_in_fp8(found, min_size=16) // len(found)
     checkpoint_blocks(adapter.transformer, "full", is_compiled=True)
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)

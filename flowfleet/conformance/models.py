@@ -1,0 +1,273 @@
+"""Does a model family's adapter compute what diffusers' pipeline does, and can a trainer adapt, save and load it?
+
+`check_model` is `flowfleet check-model`. Its parts hold the families' own tests as well: each takes an adapter of a
+random tiny pipeline as well as of a real one, and raises AssertionError with what differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+from torch import Tensor
+
+from flowfleet import plugins
+from flowfleet.algorithms.sde import ode_step, reverse_step
+from flowfleet.conformance.report import Result, Status
+from flowfleet.job.adapter_files import find_adapter
+from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.models.trainable import require_adapters, require_trainable
+from flowfleet.models.weight_files import PIPELINE
+from flowfleet.models.weight_files import check_model as check_files
+from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.weights.lora import adapter_from_bytes, adapter_to_bytes, install_lora, load_adapter, remove_lora
+
+RAGGED: Final = ['A red sign that says "K7QX"', "a", "a green blue white sign that says nothing at all"]
+SEEDS: Final = [11, 2**62, 5]
+STEPS: Final = 3
+TOLERANCE: Final = 1e-4
+Encode = Callable[[list[str]], PromptEmbeds]
+_SIDES: Final = (64, 128, 256)
+_CLASSES: Final = "The transformer has blocks and takes an adapter, which the pipeline saves"
+
+
+def generators() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in SEEDS]
+
+
+@torch.no_grad()
+def sample_ode(
+    adapter: ModelAdapter,
+    prompts: PromptEmbeds,
+    size: Size,
+    steps: int,
+    guidance: Guidance = NO_GUIDANCE,
+    negative: PromptEmbeds | None = None,
+) -> Tensor:
+    """Final latents of the prompts with SEEDS and eta 0."""
+    schedule, latents = adapter.schedule(steps, size), adapter.initial_latents(SEEDS, size)
+    for i in range(steps):
+        velocity = adapter.velocity(
+            latents, schedule.timesteps[i], prompts, size=size, guidance=guidance, negative=negative
+        )
+        latents = ode_step(latents, velocity, schedule.sigmas[i], schedule.sigmas[i + 1])
+    return latents
+
+
+def check_model(place: str) -> Iterator[Result]:
+    """Yields a result per check of a folder's model, on the CPU in float32; of a plugin's package or a pipeline class,
+    of its classes alone. Raises ValueError for what is neither, and for a model that is not a flow."""
+    plugins.load()
+    named = [f for f in FAMILIES.values() if place in (f.pipeline, f.adapter.partition(":")[0].partition(".")[0])]
+    if named and not Path(place).is_dir():
+        for family in named:
+            yield from _checked(family.title, _CLASSES, partial(_require_classes, family))
+        return
+    folder = Path(place)
+    family = family_of(folder)
+    if family.writes_tokens:
+        raise ValueError(f"{place} is a {family.title}, which writes text: only flows are checked")
+    files = partial(check_files, folder, family.written_as)
+    if (yield from _checked("files", "The folder's files are whole", files)):
+        return
+    adapter: ModelAdapter = family.load().load(folder, dtype=torch.float32)
+    size, pipeline = _smallest(adapter, family), None
+    if family.takes_images:
+        adapter.resize_conditions(_SIDES[0] ** 2)
+    encode = partial(_encoded, adapter, takes_images=family.takes_images)
+    own = adapter.layout != PIPELINE or family.takes_images
+    checks: dict[str, tuple[str, Callable[[], object]]] = {
+        "classes": (
+            _CLASSES,
+            partial(require_trainable, adapter.experts, None if own else adapter.pipeline_class, lora=True),
+        ),
+        "rows": ("A row does not depend on its batch", partial(assert_rows_are_alone, adapter, encode, size)),
+        "ratio": (
+            "A trainer's log-probs are the rollout's, bit for bit",
+            partial(assert_ratio_is_one, adapter, encode, size),
+        ),
+    }
+    if not own:
+        kind: Any = adapter.pipeline_class
+        pipeline = kind.from_pretrained(str(folder), local_files_only=True)
+        pipeline.set_progress_bar_config(disable=True)
+        checks["parity"] = ("Samples are the pipeline's", partial(assert_parity, adapter, pipeline, family, size))
+    checks["lora"] = (
+        "An adapter computes the same once it is saved and loaded",
+        partial(_round_trip, adapter, encode, size),
+    )
+    if pipeline is not None:
+        again = partial(_reloaded, adapter, pipeline, family, size)
+        checks["reload"] = ("The pipeline loads what a job exports, and samples the same", again)
+    for name, (rule, check) in checks.items():
+        yield from _checked(name, rule, check)
+    if pipeline is None:
+        rule = "Samples are the pipeline's"
+        yield Result(name="parity", rule=rule, status=Status.SKIP, detail="no pipeline to compare with", seconds=0)
+
+
+def _require_classes(family: ModelFamily) -> None:
+    adapter = family.load()
+    if adapter.layout != PIPELINE:
+        return
+    given = inspect.signature(adapter.pipeline_class.__init__).parameters["transformer"].annotation
+    require_adapters(given, adapter.pipeline_class)
+    assert getattr(given, "_no_split_modules", None), f"{given.__name__} has no _no_split_modules"
+
+
+def assert_rows_are_alone(adapter: ModelAdapter, encode: Encode, size: Size) -> None:
+    prompts, latents = encode(RAGGED), adapter.initial_latents(SEEDS, size)
+    with torch.no_grad():
+        together = adapter.velocity(latents, torch.tensor(500.0), prompts, size=size)
+        for row, prompt in enumerate(RAGGED):
+            alone = adapter.velocity(latents[row : row + 1], torch.tensor(500.0), encode([prompt]), size=size)
+            _assert_close(alone[0], together[row], f"the velocity of prompt {row} alone and in a batch")
+    assert torch.equal(adapter.initial_latents(SEEDS[1:2], size)[0], latents[1]), "initial latents depend on the batch"
+
+
+def assert_ratio_is_one(adapter: ModelAdapter, encode: Encode, size: Size, step: str = "sde") -> None:
+    """Rollout without gradients and with noise, trainer with gradients and stored samples."""
+    schedule, prompts = adapter.schedule(6, size), encode(RAGGED)
+    latents, sigmas = adapter.initial_latents(SEEDS, size), schedule.sigmas[1:3]
+    noise = adapter.step_noise(SEEDS, 1, latents.shape[1:])
+
+    def log_prob(**sample: Tensor) -> Any:
+        velocity = adapter.velocity(latents, schedule.timesteps[1], prompts, size=size)
+        return reverse_step(step)(latents, velocity, *sigmas, eta=0.7, sigma_max=schedule.sigma_max, **sample)
+
+    with torch.no_grad():
+        rollout = log_prob(noise=noise)
+    experts = list(adapter.experts.values())
+    try:
+        for expert in experts:
+            expert.requires_grad_(True)
+        trained = log_prob(prev_sample=rollout.prev_sample).log_prob
+        assert torch.equal(trained.detach(), rollout.log_prob), "log-probs differ with and without gradients"
+        trained.sum().backward()
+        reached = [parameter.grad is not None for expert in experts for parameter in expert.parameters()]
+        assert sum(reached) > len(reached) / 2 / len(experts), "gradients reach less than half of the parameters"
+    finally:
+        for expert in experts:
+            expert.requires_grad_(False).zero_grad()
+
+
+def assert_parity(adapter: ModelAdapter, pipeline: Any, family: ModelFamily, size: Size) -> None:
+    """Latents of the adapter and of diffusers' pipeline, from the same seeds and prompts without guidance."""
+    parameters = inspect.signature(pipeline.__call__).parameters
+    given: dict[str, Any] = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
+    given |= {"num_inference_steps": STEPS, "generator": generators(), "output_type": "latent", "true_cfg_scale": 1.0}
+    if not family.embedded_guidance:
+        given["guidance_scale"] = 1.0 if "do_classifier_free_guidance" not in dir(pipeline) else _unguided(pipeline)
+    is_euler = isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler)
+    if family.modality == "video" or not is_euler:  # a pipeline that hands its scheduler no levels has it shift twice
+        pipeline.scheduler = _first_order(adapter.schedule(STEPS, size))
+    made = pipeline(list(RAGGED), **{name: value for name, value in given.items() if name in parameters})
+    expected = made.frames if hasattr(made, "frames") else made.images
+    found = sample_ode(adapter, adapter.encode(RAGGED), size, STEPS)
+    assert found.shape == expected.shape, f"latents are {(*found.shape,)}, the pipeline's {(*expected.shape,)}"
+    _assert_close(found, expected.float(), "latents of the adapter and the pipeline")
+
+
+def _first_order(schedule: Schedule) -> Any:
+    """A scheduler of first-order steps, for a pipeline whose own has no density to learn from."""
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
+    own, levels = scheduler.set_timesteps, schedule.sigmas[:-1].tolist()
+    scheduler.set_timesteps = lambda *_, **__: own(sigmas=levels)
+    return scheduler
+
+
+def _encoded(adapter: ModelAdapter, texts: list[str], *, takes_images: bool) -> PromptEmbeds:
+    picture = Image.linear_gradient("L").convert("RGB")
+    return adapter.encode(texts, images=[[picture]] * len(texts) if takes_images else None)
+
+
+def _unguided(pipeline: Any) -> float:
+    """The greatest of 1 and 0 that switches the pipeline's guidance off."""
+    pipeline._guidance_scale = 1.0
+    return 0.0 if pipeline.do_classifier_free_guidance else 1.0
+
+
+def _adapted(adapter: ModelAdapter) -> dict[str, Tensor]:
+    """Installs an adapter that changes the model; returns its tensors by published name."""
+    targets = list(adapter.lora_targets)
+    parameters = install_lora(adapter.experts, LoraSpec(rank=2, alpha=4, target_modules=targets), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in parameters.items():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.05, generator=generator)
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+@torch.no_grad()
+def _round_trip(adapter: ModelAdapter, encode: Encode, size: Size) -> None:
+    prompts, latents = encode(RAGGED), adapter.initial_latents(SEEDS, size)
+    velocity = partial(adapter.velocity, latents, torch.tensor(500.0), prompts, size=size)
+    plain, state = velocity(), _adapted(adapter)
+    adapted = velocity()
+    remove_lora(adapter.experts)
+    assert torch.equal(velocity(), plain), "the model is another one after its adapter was removed"
+    assert not torch.equal(adapted, plain), "the adapter changes nothing"
+    install_lora(adapter.experts, LoraSpec(rank=2, alpha=4, target_modules=list(adapter.lora_targets)))
+    load_adapter(adapter.experts, adapter_from_bytes(adapter_to_bytes(state)))
+    same = torch.equal(velocity(), adapted)
+    remove_lora(adapter.experts)
+    assert same, "a loaded adapter computes something else"
+
+
+@torch.no_grad()
+def _reloaded(adapter: ModelAdapter, pipeline: Any, family: ModelFamily, size: Size) -> None:
+    """Writes the adapter of the first transformer as a job's export does, and loads it into the pipeline."""
+    state, name = _adapted(adapter), next(iter(adapter.experts))
+    layers = {key.partition(".")[2]: tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
+    config = {"r": 2, "lora_alpha": 4, "target_modules": list(adapter.lora_targets)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
+            adapter.pipeline_class.save_lora_weights(
+                folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config
+            )
+            find_adapter(Path(folder))
+            pipeline.load_lora_weights(folder)
+        if len(adapter.experts) == 1:
+            assert_parity(adapter, pipeline, family, size)
+    finally:
+        remove_lora(adapter.experts)
+
+
+def _smallest(adapter: ModelAdapter, family: ModelFamily) -> Size:
+    frames = 1 + family.frame_multiple if family.modality == "video" else 1
+    for side in _SIDES:
+        try:
+            adapter.latent_shape(Size(side, side, frames))
+        except ValueError as error:
+            refused = error
+        else:
+            return Size(side, side, frames)
+    raise ValueError(f"the adapter draws none of {', '.join(map(str, _SIDES))} pixels a side: {refused}")
+
+
+def _assert_close(found: Tensor, expected: Tensor, what: str) -> None:
+    gap = float((found.float() - expected.float()).abs().max())
+    assert gap <= TOLERANCE, f"{what} differ by {gap:.2g}, more than {TOLERANCE:g}"
+
+
+def _checked(name: str, rule: str, check: Callable[[], object]) -> Generator[Result, None, str]:
+    """Yields the check's result; returns what it failed by."""
+    began, failure = time.monotonic(), ""
+    try:
+        check()
+    except Exception as error:  # an adapter of others may raise anything
+        failure = str(error) or type(error).__name__
+    status = Status.FAIL if failure else Status.PASS
+    yield Result(name=name, rule=rule, status=status, detail=failure, seconds=time.monotonic() - began)
+    return failure
