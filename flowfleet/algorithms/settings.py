@@ -218,8 +218,8 @@ class AdvantageSettings(Part):
     """Reward of weight 0, such as one by the scorer `diversity`, that multiplies the advantages above 0: a sample's
     score over the mean of its group's (GARDO)."""
     best_of: int | None = Field(default=None, ge=2)
-    """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
-    gave (DanceGRPO's best-of-n); null trains on all."""
+    """Samples of each group that are trained on: the best and the worst half each, by their total of the rewards
+    (DanceGRPO's best-of-n); advantages are of the whole group. null trains on all."""
 
 
 class KlRewardSettings(Part):
