@@ -14,7 +14,7 @@ import numpy as np
 import pybase64
 from PIL import Image
 
-from flowfleet.media.files import PICTURE_TYPES, MediaError, OpenedMedia, open_media
+from flowfleet.media.files import PICTURE_TYPES, MediaError, OpenedMedia, decode_media, encode_media, open_media
 from flowfleet.media.text import TEXT_TYPE, open_text
 
 FRAME_QUALITY = 95
@@ -137,7 +137,7 @@ def source_picture(metadata: Mapping[str, str], root: Path | None) -> Picture:
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             raise ValueError(f"metadata source {given!r} has more than {MAX_SOURCE_BYTES} bytes")
-        return Picture.of(path.read_bytes(), media_type)
+        return _of_source(path.read_bytes(), media_type)
     except OSError as error:
         raise ValueError(f"metadata source {given!r} below settings.media_root: {error.strerror}") from error
 
@@ -148,9 +148,16 @@ def _of_data_url(url: str) -> Picture:
     try:
         if media_type not in PICTURE_TYPES:
             raise MediaError("media_type", f"its type must be one of {', '.join(PICTURE_TYPES)}")
-        return Picture.of(pybase64.b64decode(data, validate=True), media_type)
+        return _of_source(pybase64.b64decode(data, validate=True), media_type)
     except ValueError as error:
         raise ValueError(f"metadata source is no data URL of a picture: {error}") from error
+
+
+def _of_source(data: bytes, media_type: str) -> Picture:
+    """Gray of 16 bits, by a PNG's header, is sent in 8: servers of models cut it off, to white. Raises MediaError."""
+    if media_type == "image/png" and data[24:26] == b"\x10\0":
+        data, media_type = encode_media(decode_media(data, media_type))
+    return Picture.of(data, media_type)
 
 
 def _suffix_fits(suffix: str, kind: str) -> bool:

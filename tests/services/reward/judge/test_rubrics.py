@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from services.reward.judge.media import Picture, source_picture
 from services.reward.judge.messages import chat_request, filled
@@ -127,3 +130,11 @@ def test_sources_are_data_urls_or_files_below_the_root(tmp_path: Path) -> None:
 def test_bad_settings_name_themselves(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VlmSettings.read({"urls": "http://a/v1", "model": "m", "rubric": "alignment"} | change)
+
+
+def test_a_source_in_gray_of_16_bits_is_sent_in_8(tmp_path: Path) -> None:
+    """Servers read pictures by PIL, which cuts such gray off at 255."""
+    ramp = np.arange(256, dtype=np.uint16)[None].repeat(4, axis=0) * 257
+    Image.fromarray(ramp).save(tmp_path / "a.png")
+    sent = source_picture({"source": "a.png"}, tmp_path)
+    assert (np.asarray(Image.open(io.BytesIO(sent.data)).convert("L")) == ramp // 257).all()
