@@ -112,7 +112,8 @@ export function Grid({ job, versions, prompts, first, size, compare }) {
   `;
 }
 
-const isPainted = (grid) => [...grid.querySelectorAll("img")].every((picture) => picture.complete);
+/** Also true once the grid is gone: its timer may outlive it. */
+const isPainted = (grid) => [...(grid?.querySelectorAll("img") ?? [])].every((picture) => picture.complete);
 const clamp = (value, count) => Math.max(0, Math.min(count - 1, value));
 
 function promptOf(samples, versions, row, left, right) {
