@@ -95,19 +95,18 @@ def user_rules(kind: str, *, selectors: bool = True) -> str:
 
 def config_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:
     """`user` lines of redis.conf by kind, with digests in place of the passwords."""
-    return "".join(
-        f"user {kind} on #{hashlib.sha256(password.encode()).hexdigest()} {user_rules(kind, selectors=selectors)}\n"
-        for kind, password in passwords.items()
-    )
+    return "".join(f"user {kind} {_user(kind, password, selectors)}\n" for kind, password in passwords.items())
 
 
 def setuser_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:
     """Commands for `redis-cli` that make the users of an existing server, or set them again."""
-    lines = []
-    for kind, password in passwords.items():
-        rules = user_rules(kind, selectors=selectors).replace("(", '"(').replace(")", ')"')
-        lines.append(f"ACL SETUSER {kind} reset on #{hashlib.sha256(password.encode()).hexdigest()} {rules}\n")
-    return "".join(lines)
+    users = {kind: _user(kind, password, selectors) for kind, password in passwords.items()}
+    quoted = {kind: user.replace("(", '"(').replace(")", ')"') for kind, user in users.items()}
+    return "".join(f"ACL SETUSER {kind} reset {user}\n" for kind, user in quoted.items())
+
+
+def _user(kind: str, password: str, selectors: bool) -> str:
+    return f"on #{hashlib.sha256(password.encode()).hexdigest()} {user_rules(kind, selectors=selectors)}"
 
 
 def _words(rule: Rule) -> list[str]:

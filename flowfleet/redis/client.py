@@ -90,14 +90,6 @@ def _is_fatal(error: BaseException) -> bool:
     return isinstance(error, _FATAL) or isinstance(error.__context__, ssl.SSLCertVerificationError)
 
 
-class _Fatal(Exception):
-    """Carries an error that no repetition cures past the retry, which would take it for a lost connection."""
-
-    def __init__(self, error: redis.RedisError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class _AsyncRetry(redis.asyncio.retry.Retry):
     """Retries in the outermost call only.
 
@@ -107,23 +99,18 @@ class _AsyncRetry(redis.asyncio.retry.Retry):
 
     _running = False
 
-    async def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    async def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return await do()
 
-        async def attempt() -> Any:
-            try:
-                return await do()
-            except redis.RedisError as error:
-                if _is_fatal(error):
-                    raise _Fatal(error) from None
-                raise
+        async def failed(error: Exception, *count: int) -> None:
+            if _is_fatal(error):
+                raise error
+            await fail(error, *count)
 
         self._running = True
         try:
-            return await super().call_with_retry(attempt, *args, **kwargs)
-        except _Fatal as fatal:
-            raise fatal.error from None
+            return await super().call_with_retry(do, failed, *args, **kwargs)
         finally:
             self._running = False
 
@@ -133,22 +120,17 @@ class _SyncRetry(redis.retry.Retry):
 
     _running = False
 
-    def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return do()
 
-        def attempt() -> Any:
-            try:
-                return do()
-            except redis.RedisError as error:
-                if _is_fatal(error):
-                    raise _Fatal(error) from None
-                raise
+        def failed(error: Exception, *count: int) -> None:
+            if _is_fatal(error):
+                raise error
+            fail(error, *count)
 
         self._running = True
         try:
-            return super().call_with_retry(attempt, *args, **kwargs)
-        except _Fatal as fatal:
-            raise fatal.error from None
+            return super().call_with_retry(do, failed, *args, **kwargs)
         finally:
             self._running = False

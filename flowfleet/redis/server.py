@@ -41,6 +41,7 @@ appendfsync {fsync}
 maxmemory-policy noeviction
 """
 _FIRST_WITH_SELECTORS: Final = (7,)
+"""Version that brought ACL selectors; Valkey's versions began there."""
 
 
 def find_redis_server() -> Path:
@@ -74,7 +75,7 @@ def command(
     quoted = str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"')
     server = find_redis_server()
     text = _CONFIG.format(host=HOST, port=port, password=password, directory=quoted, fsync=fsync)
-    text += redis_acl.config_lines(users or {}, selectors=_has_selectors(server))
+    text += redis_acl.config_lines(users or {}, selectors=server_version(server) >= _FIRST_WITH_SELECTORS)
     config = directory / "redis.conf"
     with open(os.open(config, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)
@@ -88,11 +89,6 @@ def server_version(server: Path) -> tuple[int, ...]:
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"\bv=([\d.]+)", said)
     return tuple(map(int, match[1].strip(".").split("."))) if match else ()
-
-
-def _has_selectors(server: Path) -> bool:
-    """Returns True if the server knows ACL selectors, which Redis 7 brought; Valkey's versions began there."""
-    return server_version(server) >= _FIRST_WITH_SELECTORS
 
 
 def server_url(port: int, password: str, user: str = "") -> str:
@@ -134,7 +130,8 @@ class RedisServer:
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise Unavailable(f"redis-server on port {self.port} did not start:\n{self._log_tail()}")
+                tail = "\n".join((self.directory / "redis.log").read_text(errors="replace").splitlines()[-10:])
+                raise Unavailable(f"redis-server on port {self.port} did not start:\n{tail}")
             time.sleep(0.02)
         return self.url
 
@@ -160,6 +157,3 @@ class RedisServer:
                 return bool(client.ping())
         except (redis.ConnectionError, redis.TimeoutError):
             return False
-
-    def _log_tail(self) -> str:
-        return "\n".join((self.directory / "redis.log").read_text(errors="replace").splitlines()[-10:])
