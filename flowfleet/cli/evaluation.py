@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flowfleet.api.jobs import JobStatus
 from flowfleet.cli import views
-from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
+from flowfleet.cli.options import Ca, Json, Url, err, out, tell
 from flowfleet.cli.samples.command import ROOM_BYTES, media_of
 from flowfleet.client.client import Client
 from flowfleet.client.evaluation import evaluate
@@ -59,7 +59,7 @@ def evaluate_models(
     def say(line: str) -> None:
         err.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         models = evaluate(client, file, adapter or (), origin=from_, base=base, changes=set_ or (), say=say)
         known = [model for model in models if model.job.status is JobStatus.SUCCEEDED]
         folder = to or DIRECTORY / models[0].job.id[: views.SHORT_ID]

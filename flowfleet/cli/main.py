@@ -17,7 +17,7 @@ from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
+from flowfleet.cli.options import Ca, JobId, Json, Url, err, out, tell, tell_line
 from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.cli.rewards.check import check_reward
@@ -107,7 +107,7 @@ def _steering(act: Callable[[Client, str], Job], text: str) -> None:
     """Adds a command that asks something of one job, named as the client's method."""
 
     def command(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
-        with connect(url, ca) as client:
+        with Client(url, ca=ca) as client:
             views.say(act(client, client.find(job_id).id), json_)
 
     app.command(act.__name__, help=text)(command)
@@ -153,7 +153,7 @@ def submit(
             explained = explain(spec)
             tell(explained, json_, lambda: show(explained, out))
         return
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         if from_ is not None:
             spec = continued(client, from_, file, set_ or ())
         elif file is not None:
@@ -206,7 +206,7 @@ def jobs(
     json_: Json = False,
 ) -> None:
     """List jobs."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         found = list(islice(client.jobs(status), limit))
     tell(found, json_, lambda: out.print(views.jobs_table(found)))
 
@@ -214,7 +214,7 @@ def jobs(
 @app.command()
 def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show a job: status, progress, results, settings."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         job = client.find(job_id)
     tell(job, json_, lambda: views.show_job(job, out))
 
@@ -222,14 +222,14 @@ def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> 
 @app.command()
 def watch(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Follow a job until it ends."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         _watch(client, client.find(job_id), json_)
 
 
 @app.command()
 def fleet(url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show rollout replicas, rewards, and pods that the cluster cannot schedule."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         found = client.fleet()
     tell(found, json_, lambda: views.show_fleet(found, out))
 
@@ -266,7 +266,7 @@ def delete(
     """Remove an ended job and its history; its archive stays, and without --files its checkpoints and models."""
     if (job_id is None) == (before is None):
         raise ValueError("give the ID of a job, or --before TIME")
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         if before is None:
             views.say(client.delete(client.find(str(job_id)).id, files=files), json_)
             return

@@ -11,7 +11,7 @@ import typer
 from flowfleet import hub
 from flowfleet.api.jobs import Job
 from flowfleet.cli import views
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
+from flowfleet.cli.options import Ca, JobId, Json, Url, out, tell
 from flowfleet.client import Client
 from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
 
@@ -26,7 +26,7 @@ def extend(
     json_: Json = False,
 ) -> None:
     """Give a job that has not ended another number of training steps."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         views.say(client.extend(client.find(job_id).id, steps), json_)
 
 
@@ -43,7 +43,7 @@ def export(
     json_: Json = False,
 ) -> None:
     """Bring a job's model to this machine."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         job = client.find(job_id)
         manifest = client.model(job.id, step)
         folder = out_ or Path(f"{job.name}-step-{manifest.step}{'-merged' if merge else ''}")
@@ -85,7 +85,7 @@ def push(
     """Upload a job's model to the Hugging Face Hub, with your own login there."""
     from flowfleet.client.models.hub import upload
 
-    with connect(url, ca) as client, tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
+    with Client(url, ca=ca) as client, tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
         job = client.find(job_id)
         manifest = client.download_model(job.id, folder, step)
         place = upload(Path(folder), repo, f"{job.name}, step {manifest.step}, job {job.id}", private=private)

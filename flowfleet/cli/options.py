@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from flowfleet.cli.terminal import Terminal, escaped
-from flowfleet.client.client import Client
 from flowfleet.client.connection import DEFAULT_URL
 
 out = Terminal(width=None if Console().is_terminal else 160)
@@ -40,10 +38,3 @@ def tell(value: object, as_json: bool, show: Callable[[], object]) -> None:
 def tell_line(value: object) -> None:
     """Prints one JSON line of a command that prints many."""
     typer.echo(escaped(to_json(value, inf_nan_mode="null")))
-
-
-@contextlib.contextmanager
-def connect(url: str | None, ca: Path | None) -> Iterator[Client]:
-    """A client of the controller that is meant."""
-    with Client(url, ca=ca) as client:
-        yield client

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell
+from flowfleet.cli.options import Ca, JobId, Json, Url, err, out, tell
+from flowfleet.client import Client
 
 if TYPE_CHECKING:
     from flowfleet.tracking.tracker import Tracker
@@ -46,7 +47,7 @@ def track(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     tracker = _tracker(name, project, tensorboard, state_dir)
     folder = state_dir / name if tensorboard is None else tensorboard / ".flowfleet"
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         job = client.find(job_id)
         place = Place(folder, job.id)
         console = err if json_ else out

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from flowfleet.api.votes import VoteReport
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell
+from flowfleet.cli.options import Ca, JobId, Json, Url, err, out, tell
 from flowfleet.cli.rewards.command import ShowGroup
 from flowfleet.cli.views import table
+from flowfleet.client import Client
 
 app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show and export people's votes on a job's samples.")
 
@@ -20,7 +21,7 @@ app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show and export peo
 @app.command()
 def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show how voters agree with themselves, with one another and with the other rewards."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         report = client.vote_report(client.find(job_id).id)
     tell(report, json_, lambda: show_report(report, out))
 
@@ -34,7 +35,7 @@ def export(
     json_: Json = False,
 ) -> None:
     """Write the votes as a preference file, which jobs with algorithm.name = "dpo" train on."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         exported = client.export_preferences(client.find(job_id).id, out_)
     if exported.left_out:
         err.print(f"{exported.left_out} pairs left out: their pictures are no longer kept", highlight=False)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -28,44 +26,22 @@ from flowfleet.client.connection import (
 )
 
 
-@dataclass(frozen=True)
-class ServerSentEvent:
-    """`id` is the last one sent, which an event without its own inherits."""
-
-    id: str
-    type: str
-    data: str
-
-
-class EventParser:
-    """Reads events from a stream's text, in pieces as they come. An event cut off before its blank line is not given.
+async def event_data(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The data of the events in a stream's text, whose other fields they repeat. One cut off before its blank line is
+    not given.
 
     Only line feeds end a line, as the controller sends them: JSON may hold every other separator, such as U+2028.
     """
-
-    def __init__(self) -> None:
-        self._rest, self._last_id, self._type, self._data = "", "", "message", list[str]()
-
-    def feed(self, text: str) -> Iterator[ServerSentEvent]:
-        """Events that this piece ends."""
-        *lines, self._rest = (self._rest + text).split("\n")
+    rest, data = "", list[str]()
+    async for text in pieces:
+        *lines, rest = (rest + text).split("\n")
         for line in lines:
-            if line:
-                self._take(line)
-                continue
-            if self._data:
-                yield ServerSentEvent(self._last_id, self._type, "\n".join(self._data))
-            self._type, self._data = "message", []
-
-    def _take(self, line: str) -> None:
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "id" and "\0" not in value:
-            self._last_id = value
-        elif field == "event":
-            self._type = value
-        elif field == "data":
-            self._data.append(value)
+            field, _, value = line.partition(":")
+            if field == "data":
+                data.append(value.removeprefix(" "))
+            elif not line and data:
+                yield "\n".join(data)
+                data = []
 
 
 T = TypeVar("T", bound=Answer)
@@ -99,9 +75,7 @@ class AsyncTransport:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -149,10 +123,8 @@ class AsyncTransport:
             if response.is_error:
                 await response.aread()
             checked(response)
-            parser = EventParser()
-            async for text in response.aiter_text():
-                for event in parser.feed(text):
-                    yield read(JobEvent, event.data)
+            async for data in event_data(response.aiter_text()):
+                yield read(JobEvent, data)
 
     @asynccontextmanager
     async def _bytes(self, path: str, query: Query) -> AsyncIterator[AsyncIterator[bytes]]:

@@ -14,8 +14,9 @@ from flowfleet.cli.doctor.controller import look_at_controller
 from flowfleet.cli.doctor.finding import Finding, Status, as_notes
 from flowfleet.cli.doctor.machine import look_at_machine
 from flowfleet.cli.doctor.packages import look_at_packages
-from flowfleet.cli.options import Ca, Json, Url, connect, out, tell
+from flowfleet.cli.options import Ca, Json, Url, out, tell
 from flowfleet.cli.views import table
+from flowfleet.client import Client
 from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
 
 _COLORS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
@@ -29,7 +30,7 @@ def doctor(
 ) -> None:
     """Check what a stack needs on this machine, and the controller; exits with 1 if something is wrong."""
     is_named = bool(url or os.environ.get("FLOWFLEET_URL"))
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         here = [*look_at_packages(), *look_at_machine(StateDir(state_dir))]
         findings_here = here if client.on_this_machine else as_notes(here)
         findings = [*findings_here, *look_at_controller(client, is_named)]

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flowfleet.api.rewards import Distribution, RewardRevision, Rewards, ShadowComparison
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
+from flowfleet.cli.options import Ca, JobId, Json, Url, out, tell
 from flowfleet.cli.views import table
+from flowfleet.client import Client
 from flowfleet.client.progress import number
 from flowfleet.job.setting_files import put
 from flowfleet.text_files import JSON
@@ -40,7 +41,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return once the next step wi
 @app.command()
 def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show a job's rewards, how shadows compare with them, and what changed at which step."""
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         rewards = client.rewards(client.find(job_id).id)
     tell(rewards, json_, lambda: show_rewards(rewards, out))
 
@@ -101,7 +102,7 @@ def remove(
 
 
 def _change(job_id: str, url: str | None, ca: Any, wait: bool, json_: bool, **change: Any) -> None:
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         job = client.find(job_id)
         rewards = client.change_rewards(job.id, **change)
         said = f"revision {rewards.revision}, from the next step that is not open yet"

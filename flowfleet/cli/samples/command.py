@@ -14,7 +14,7 @@ from flowfleet.api.jobs import Job
 from flowfleet.api.problems import ApiError
 from flowfleet.api.samples import EXTENSIONS, Sample
 from flowfleet.cli import views
-from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
+from flowfleet.cli.options import Ca, JobId, Json, Url, out, tell
 from flowfleet.client.client import Client
 from flowfleet.filesystem import writing
 
@@ -63,7 +63,7 @@ def samples(
         raise ValueError("--order and --limit are for downloads: a page has the samples that it is of")
     if open_ and not asked:
         raise ValueError("--open shows a page: give --worst, --best or --disagree")
-    with connect(url, ca) as client:
+    with Client(url, ca=ca) as client:
         job = client.find(job_id)
         directory = DIRECTORY / job.id[: views.SHORT_ID]
         if not asked:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flowfleet.api.jobs import Job
 from flowfleet.api.samples import Sample
-from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
+from flowfleet.cli.options import Ca, Json, Url, err, out, tell
 from flowfleet.cli.rewards.check import pairs
 from flowfleet.cli.views import table
 from flowfleet.client.client import Client
@@ -61,7 +61,7 @@ def try_reward(
     if job_id is None:
         samples = [_of_file(path, prompt, given) for path in pictures or ()]
     else:
-        with connect(url, ca) as client:
+        with Client(url, ca=ca) as client:
             job = client.find(job_id)
             listed = client.samples(job.id, purpose=purpose, step=step)
             rows = list(listed if step is not None else islice(listed, limit))

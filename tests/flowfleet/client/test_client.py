@@ -1,8 +1,9 @@
 """The client against a real controller process and a real Redis. The part that runs jobs is played by the test."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from flowfleet.api.jobs import Checkpoint, JobEvent, JobStatus
 from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
 from flowfleet.client.connection import DEFAULT_URL
-from flowfleet.client.transport import EventParser, ServerSentEvent
+from flowfleet.client.transport import event_data
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
 from services.controller.store.records import SampleRecord
@@ -232,11 +233,16 @@ def test_server_sent_events_are_read_as_the_standard_says() -> None:
     stream = (
         "retry: 10\n\n: alive\nid: 7\nevent: status\ndata: a\ndata: b\n\ndata:c\u2028d\n\nid: 9\n\nevent: cut\ndata: x"
     )
-    events = [ServerSentEvent("7", "status", "a\nb"), ServerSentEvent("7", "message", "c\u2028d")]
 
-    assert list(EventParser().feed(stream)) == events
-    one_by_one = EventParser()
-    assert [event for letter in stream for event in one_by_one.feed(letter)] == events
+    async def data_of(pieces: Iterable[str]) -> list[str]:
+        async def come() -> AsyncIterator[str]:
+            for piece in pieces:
+                yield piece
+
+        return [data async for data in event_data(come())]
+
+    for pieces in ([stream], stream):
+        assert asyncio.run(data_of(pieces)) == ["a\nb", "c\u2028d"]
 
 
 def test_a_controller_behind_a_forwarded_port_does_not_see_our_files() -> None:
