@@ -91,22 +91,15 @@ class Follower:
 
     def _take(self, event: JobEvent) -> None:
         match event.type:
-            case "trained":
-                self._take_step(event)
+            case "trained" if int(event.data["step"]) > self._state.step:
+                histograms = {name: Histogram(**event.data[name]) for name in HISTOGRAMS if name in event.data}
+                self._hand_over(self._row(int(event.data["step"])), histograms, event)
             case "validation":
                 self._take_validation(int(event.data["version"]), event.data, event)
             case "gap":
                 self._catch_up(event)
         self._state.event = event.id
         self._place.write(self._state)
-
-    def _take_step(self, event: JobEvent) -> None:
-        number = int(event.data["step"])
-        if number > self._state.step:
-            histograms: dict[str, Histogram] = {
-                name: Histogram(**event.data[name]) for name in HISTOGRAMS if name in event.data
-            }
-            self._hand_over(self._row(number), histograms, event)
 
     def _hand_over(self, row: MetricsRow | None, histograms: Mapping[str, Histogram], event: JobEvent) -> None:
         if row is not None:

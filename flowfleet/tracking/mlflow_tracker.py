@@ -10,16 +10,7 @@ from typing import Any, Final
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import (
-    COLUMNS,
-    Histogram,
-    Picture,
-    Values,
-    missing,
-    row_of,
-    score_names,
-    temporary_folder,
-)
+from flowfleet.tracking.tracker import Histogram, Picture, Values, missing, table_of, temporary_folder
 
 try:
     from mlflow import MlflowClient
@@ -102,9 +93,8 @@ class MlflowTracker:
         self._client.log_batch(self._run, [Metric(name, value, time, step) for name, value in values.items()])
 
     def _log_table(self, path: str, version: int, pictures: Sequence[Picture], shown: Mapping[str, str]) -> None:
-        names = score_names(pictures)
-        rows = [row_of(version, row, shown.get(row.name), names) for row in pictures]
-        self._client.log_dict(self._run, {"columns": [*COLUMNS, *names], "data": rows}, path)
+        columns, rows = table_of(version, pictures, [shown.get(picture.name) for picture in pictures])
+        self._client.log_dict(self._run, {"columns": columns, "data": rows}, path)
         tables = json.loads(self._client.get_run(self._run).data.tags.get(TABLES, "[]"))
         if {"path": path, "type": "table"} not in tables:
             self._client.set_tag(self._run, TABLES, json.dumps([*tables, {"path": path, "type": "table"}]))

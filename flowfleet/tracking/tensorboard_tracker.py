@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import COLUMNS, VIDEO, Histogram, Picture, Values, missing, row_of, score_names
+from flowfleet.tracking.tracker import VIDEO, Histogram, Picture, Values, missing, table_of
 
 try:
     from PIL import Image
@@ -132,9 +132,7 @@ def _text(name: str, text: str) -> Any:
 
 
 def _markdown(version: int, pictures: Sequence[Picture]) -> str:
-    names = score_names(pictures)
-    columns = [*COLUMNS, *names]
-    rows = [row_of(version, picture, picture.name, names) for picture in pictures]
+    columns, rows = table_of(version, pictures, [picture.name for picture in pictures])
     lines: list[Sequence[object]] = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,14 +106,15 @@ class Tracker(Protocol):
         """Releases open resources; the run continues."""
 
 
-def score_names(pictures: Sequence[Picture]) -> list[str]:
-    """Names of all scores, in the order in which they are first seen."""
-    return list(dict.fromkeys(name for picture in pictures for name in picture.scores))
-
-
-def row_of(version: int, picture: Picture, shown: object, names: Sequence[str]) -> list[object]:
-    """A row of the table of a validation, under `COLUMNS` and the scores' names; `shown` stands for the picture."""
-    return [version, picture.prompt, shown, picture.reward, *(picture.scores.get(name) for name in names)]
+def table_of(version: int, pictures: Sequence[Picture], shown: Iterable[object]) -> tuple[list[Any], list[list[Any]]]:
+    """Columns and rows of the table of a validation: `COLUMNS`, then all scores as they are first seen; `shown` stands
+    for the pictures."""
+    names = list(dict.fromkeys(name for picture in pictures for name in picture.scores))
+    rows = [
+        [version, picture.prompt, media, picture.reward, *map(picture.scores.get, names)]
+        for picture, media in zip(pictures, shown, strict=True)
+    ]
+    return [*COLUMNS, *names], rows
 
 
 def media_of(picture: Picture, folder: Path, image: Callable[[str], Any], video: Callable[[str], Any]) -> Any:

@@ -9,17 +9,7 @@ from typing import Any
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import (
-    COLUMNS,
-    Histogram,
-    Picture,
-    Values,
-    media_of,
-    missing,
-    row_of,
-    score_names,
-    temporary_folder,
-)
+from flowfleet.tracking.tracker import Histogram, Picture, Values, media_of, missing, table_of, temporary_folder
 
 try:
     import trackio
@@ -56,11 +46,9 @@ class TrackioTracker:
 
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
         with temporary_folder() as folder:
-            names = score_names(pictures)
             shown = [media_of(row, Path(folder), trackio.Image, trackio.Video) for row in pictures]
-            rows = [row_of(version, row, media, names) for row, media in zip(pictures, shown, strict=True)]
-            table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
-            self._log({**values, "pictures": table}, version)
+            columns, rows = table_of(version, pictures, shown)
+            self._log({**values, "pictures": trackio.Table(columns=columns, data=rows)}, version)
 
     def model(self, folder: Path, job: Job) -> None:
         self._run.log_artifact(folder, name=f"adapter-{job.id}", type="model")

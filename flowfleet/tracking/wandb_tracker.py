@@ -11,17 +11,7 @@ from typing import Any, Final
 
 from flowfleet.api.jobs import Job
 from flowfleet.tracking.place import State
-from flowfleet.tracking.tracker import (
-    COLUMNS,
-    Histogram,
-    Picture,
-    Values,
-    media_of,
-    missing,
-    row_of,
-    score_names,
-    temporary_folder,
-)
+from flowfleet.tracking.tracker import Histogram, Picture, Values, media_of, missing, table_of, temporary_folder
 
 try:
     import numpy as np
@@ -74,12 +64,10 @@ class WandbTracker:
 
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
         with temporary_folder() as folder:
-            names = score_names(pictures)
-            table = wandb.Table(columns=[*COLUMNS, *names])
-            for picture in pictures:
-                shown = media_of(picture, Path(folder), wandb.Image, partial(wandb.Video, format="mp4"))
-                table.add_data(*row_of(version, picture, shown, names))
-            self._log({"version": version, **values, "pictures": table}, at)
+            video = partial(wandb.Video, format="mp4")
+            shown = [media_of(picture, Path(folder), wandb.Image, video) for picture in pictures]
+            columns, rows = table_of(version, pictures, shown)
+            self._log({"version": version, **values, "pictures": wandb.Table(columns=columns, data=rows)}, at)
 
     def model(self, folder: Path, job: Job) -> None:
         artifact = wandb.Artifact(f"adapter-{job.id}", type="model", metadata={"job": job.id})
