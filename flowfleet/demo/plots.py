@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -41,8 +41,7 @@ STYLE: Any = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Points of a line: how many samples were trained on, and the mean reward then."""
 
     samples: Sequence[int]
@@ -69,12 +68,13 @@ def reward_curve(path: Path, training: Curve, held_out: Curve, title: str, subti
     """Training reward a step and held-out reward, over the samples trained on, as a PNG."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=DPI)
-        axes.plot(
-            *_points(training), color=FIRST, linewidth=2.0, marker="o", markersize=3.5, label="training, with noise"
-        )
-        axes.plot(*_points(held_out), color=SECOND, linewidth=2.2, marker="o", markersize=7, label="held-out prompts")
+        for (samples, rewards), color, width, size, label in (
+            (training, FIRST, 2.0, 3.5, "training, with noise"),
+            (held_out, SECOND, 2.2, 7.0, "held-out prompts"),
+        ):
+            axes.plot(samples, rewards, color=color, linewidth=width, marker="o", markersize=size, label=label)
         axes.legend(loc="lower right", frameon=False, labelcolor=QUIET, reverse=True)
-        for count, reward in zip(held_out.samples, held_out.rewards, strict=True):
+        for count, reward in zip(*held_out, strict=True):
             axes.annotate(
                 f"{reward:.2f}", (count, reward), (0, 9), textcoords="offset points", ha="center", color=SECOND
             )
@@ -127,10 +127,6 @@ def words_of(prompt: str, width: int = 24) -> str:
     """Returns the words that a prompt wants written, else the start of the prompt, of `width` characters at most."""
     parts = prompt.split('"')
     return parts[1] if len(parts) > 2 else textwrap.shorten(prompt, width, placeholder="…")
-
-
-def _points(curve: Curve) -> tuple[Sequence[int], Sequence[float]]:
-    return curve.samples, curve.rewards
 
 
 def _ticks(last: int) -> list[int]:

@@ -56,12 +56,11 @@ def fetch(client: Client, job_id: str, events: Sequence[JobEvent]) -> Outcome:
     versions = sorted({event.data["version"] for event in events if event.type == "validation"})
     if len(versions) < 2:
         raise ValueError("the job validated less than twice: set data.validation, and schedule.steps to 1 or more")
-    before, after = (_held_out(client, job_id, version) for version in (versions[0], versions[-1]))
+    before, after = (
+        list(client.samples(job_id, purpose="validate", step=version, order="oldest"))
+        for version in (versions[0], versions[-1])
+    )
     return Outcome(job, events, list(client.metrics(job_id)), before, after)
-
-
-def _held_out(client: Client, job_id: str, version: int) -> list[Sample]:
-    return list(client.samples(job_id, purpose="validate", step=version, order="oldest"))
 
 
 def fetch_pairs(client: Client, outcome: Outcome) -> Iterator[Pair]:
@@ -111,10 +110,9 @@ def training_curve(rows: Iterable[MetricsRow]) -> Curve:
 
 def held_out_curve(outcome: Outcome) -> Curve:
     """Mean held-out reward of each validated version, over the samples that it was trained on."""
-    trained = {row.step + 1: int(row.values["training/samples"] or 0) for row in outcome.rows if _trained(row)}
-    points = [(trained.get(item["version"], 0), item["val/reward"]) for item in outcome.validations]
-    known = [(samples, reward) for samples, reward in points if reward is not None]
-    return Curve([samples for samples, _ in known], [reward for _, reward in known])
+    totals = {row.step + 1: row.values.get("training/samples") for row in outcome.rows}
+    known = [item for item in outcome.validations if item["val/reward"] is not None]
+    return Curve([int(totals.get(item["version"]) or 0) for item in known], [item["val/reward"] for item in known])
 
 
 def _watched(outcome: Outcome, seed: int) -> dict[str, dict[str, Any]]:
@@ -129,10 +127,6 @@ def _watched(outcome: Outcome, seed: int) -> dict[str, dict[str, Any]]:
                 interval = list(paired_bootstrap(before, after, seed))
                 found[name] = {"before": fmean(before), "after": fmean(after), "bootstrap_ci95": interval}
     return found
-
-
-def _trained(row: MetricsRow) -> bool:
-    return row.values.get("training/samples") is not None
 
 
 def summarize(outcome: Outcome, started: datetime, ended: datetime) -> dict[str, Any]:
@@ -150,10 +144,11 @@ def summarize(outcome: Outcome, started: datetime, ended: datetime) -> dict[str,
         "improvement": last["val/reward"] - first["val/reward"],
         "bootstrap_ci95": list(paired_bootstrap(before, after, seed)),
         "watched": _watched(outcome, seed),
-        "edge_density_before": first.get("val/edge_density"),
-        "edge_density_after": last.get("val/edge_density"),
-        "colour_entropy_before": first.get("val/colour_entropy"),
-        "colour_entropy_after": last.get("val/colour_entropy"),
+        **{
+            f"{name}_{when}": side.get(f"val/{name}")
+            for name in ("edge_density", "colour_entropy")
+            for when, side in (("before", first), ("after", last))
+        },
         "steps": job.progress.step,
         "samples_trained": job.progress.samples_trained,
         "samples_dropped": sum(job.progress.samples_dropped.values()),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from flowfleet.api.jobs import Job, JobEvent
+from flowfleet.api.jobs import Job
 from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
 from flowfleet.demo import plots
@@ -48,10 +49,9 @@ def run_demo(
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
-    _check_replaceable(directory)
     _make_fresh(directory, spec)
     with (
-        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec))) as stack,
+        local_stack(_stack_options(spec, directory, engine)) as stack,
         Client(stack.url) as client,
     ):
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its page is {stack.page}.")
@@ -69,26 +69,19 @@ def run_demo(
     return summary
 
 
-def _check_replaceable(directory: Path) -> None:
-    """Raises ValueError for a directory of something else than a demo."""
-    if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
-        raise ValueError(f"{directory} holds something else than a demo: give another --state-dir, or remove it")
-
-
 def _make_fresh(directory: Path, spec: JobSpec) -> None:
-    """Empties a directory of an earlier demo, whose stack is ended first should it still live."""
+    """Empties a directory of an earlier demo, whose stack is ended first should it still live. Raises ValueError for a
+    directory of something else."""
     if directory.exists() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
+            raise ValueError(f"{directory} holds something else than a demo: give another --state-dir, or remove it")
         stop_stack(StateDir(directory / "stack"))
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER).write_text(spec.model_dump_json(indent=2) + "\n")
 
 
-def _usual_engine(spec: JobSpec) -> Engine:
-    return "transformers" if spec.writes_tokens else "diffusers"
-
-
-def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptions:
+def _stack_options(spec: JobSpec, directory: Path, engine: Engine | None) -> StackOptions:
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
@@ -96,24 +89,18 @@ def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptio
         rewards=tuple(spec.reward_services),
         model=spec.model.path,
         dtype=spec.model.dtype,
-        engine=engine,
+        engine=engine or ("transformers" if spec.writes_tokens else "diffusers"),
     )
 
 
 def _train(client: Client, job: Job, state: StateDir, console: Console) -> Outcome:
-    events: list[JobEvent] = []
-    follow(job, _recorded(client.events(job.id), events), console)
+    seen, recorded = itertools.tee(client.events(job.id))
+    follow(job, seen, console)
     ended = client.job(job.id)
     if ended.status != "succeeded":
         tail = state.log_tail("controller")
         raise StackError(f"the job {ended.status}: {ended.reason or 'no reason given'}; the controller's log:\n{tail}")
-    return fetch(client, job.id, events)
-
-
-def _recorded(events: Iterable[JobEvent], record: list[JobEvent]) -> Iterator[JobEvent]:
-    for event in events:
-        record.append(event)
-        yield event
+    return fetch(client, job.id, list(recorded))
 
 
 def _draw(outcome: Outcome, pairs: list[plots.Pair], directory: Path) -> None:
