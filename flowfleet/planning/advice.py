@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,9 +24,8 @@ def advise(spec: JobSpec, facts: Facts, limit: float) -> list[str]:
 def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
     if trainer_memory(spec, facts, limit + RESERVE).peak <= limit:
         return
-    options = (_state(spec), _checkpointing(spec), _rows(spec), _sharding(spec), _ranks(spec), _samples(spec))
-    enough = [next((change for change in option if _fits(spec, facts, change, limit)), None) for option in options]
-    lines = [_line(spec, facts, change, limit) for change in enough if change is not None]
+    fitting = ([change for change in option if _fits(spec, facts, change, limit)] for option in _options(spec))
+    lines = [_line(spec, facts, enough[0], limit) for enough in fitting if enough]
     if lines:
         yield from (f"trainer: {line}" for line in lines)
         return
@@ -37,39 +37,23 @@ def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
         yield f"trainer: {_line(spec, facts, together, limit)}"
 
 
-def _state(spec: JobSpec) -> list[Change]:
-    return [{"state": "8bit"}, {"state": "host"}] if spec.trainer.optimizer.state == "device" else []
-
-
-def _checkpointing(spec: JobSpec) -> list[Change]:
-    stronger = {"none": ["selective", "full"], "selective": ["full"], "full": []}
-    return [{"gradient_checkpointing": policy} for policy in stronger[spec.trainer.gradient_checkpointing]]
-
-
-def _rows(spec: JobSpec) -> list[Change]:
-    return [{"micro_batch_size": rows} for rows in _halves(spec.trainer.micro_batch_size)]
+def _options(spec: JobSpec) -> Iterator[list[Change]]:
+    """Changes of each setting that may be enough, the smallest first."""
+    part = spec.trainer
+    yield [{"state": "8bit"}, {"state": "host"}] if part.optimizer.state == "device" else []
+    policies = ["none", "selective", "full"]
+    stronger = policies[policies.index(part.gradient_checkpointing) + 1 :]
+    yield [{"gradient_checkpointing": policy} for policy in stronger]
+    yield [{"micro_batch_size": rows} for rows in _halves(part.micro_batch_size)]
+    yield [{"sharding": "fsdp"}] if part.mode == "lora" and part.world_size > 1 else []
+    yield _ranks(spec)
+    yield [{"samples": "no"}] if part.samples != "no" else []
 
 
 def _ranks(spec: JobSpec) -> list[Change]:
-    counts = []
-    count = 2 * spec.trainer.world_size
-    while count <= MOST_RANKS:
-        counts.append(count)
-        count *= 2
-    spread: Change = {"sharding": "fsdp"} if _is_lora(spec) else {}
-    return [{"world_size": count, **spread} for count in counts]
-
-
-def _sharding(spec: JobSpec) -> list[Change]:
-    return [{"sharding": "fsdp"}] if _is_lora(spec) and spec.trainer.world_size > 1 else []
-
-
-def _samples(spec: JobSpec) -> list[Change]:
-    return [{"samples": "no"}] if spec.trainer.samples != "no" else []
-
-
-def _is_lora(spec: JobSpec) -> bool:
-    return spec.trainer.mode == "lora"
+    doublings = (spec.trainer.world_size << shift for shift in range(1, MOST_RANKS.bit_length()))
+    spread: Change = {"sharding": "fsdp"} if spec.trainer.mode == "lora" else {}
+    return [{"world_size": count, **spread} for count in doublings if count <= MOST_RANKS]
 
 
 def _rollout(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
@@ -103,9 +87,5 @@ def _changed(spec: JobSpec, change: Change) -> JobSpec:
 
 def _line(spec: JobSpec, facts: Facts, change: Change, limit: float) -> str:
     peak = trainer_memory(_changed(spec, change), facts, limit + RESERVE).peak
-    names = [f"trainer.{'optimizer.' * (name == 'state')}{name} = {_written(value)}" for name, value in change.items()]
-    return f"{', '.join(names)} needs {peak / GIB:.0f} GiB"
-
-
-def _written(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    named = {"optimizer.state" if name == "state" else name: json.dumps(value) for name, value in change.items()}
+    return f"{', '.join(f'trainer.{name} = {value}' for name, value in named.items())} needs {peak / GIB:.0f} GiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -74,14 +75,14 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     expert = next(iter(experts.values()))
     latent = math.prod(skeleton.latent_shape(size))
     params = _numel(parameter for module in experts.values() for parameter in module.parameters())
+    inner = [blocks(module) for module in experts.values()]
     fp8 = sum(_numel(_quantized(module)) for module in experts.values())
-    fp8_experts = sum(_numel(_quantized_experts(module)) for module in experts.values())
+    fp8_experts = sum(_numel(getattr(module, name) for module, name in large_experts(part)) for part in inner)
     decode_bytes, decode_flops = _decoding(skeleton, spec)
     gradient_bytes = _decoding_with_gradient(skeleton, spec) if spec.trains_on_gradients else 0
     flops = count_model(skeleton, spec)
     if spec.trainer.mode == "full":
         expert.requires_grad_(True)
-    inner = blocks(expert)
     with shortened(expert) as stands_for:
         adapter = _of_all_blocks(_adapter_numel, expert, stands_for) * len(experts)
         merged = _of_all_blocks(_adapted_bytes, expert, stands_for) * len(experts)
@@ -94,7 +95,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         params=params,
         trained=adapter if spec.trainer.mode == "lora" else params,
         block=block,
-        outside=_outside(expert, inner),
+        outside=_numel(expert.parameters()) - _numel({*chain(*(block.parameters() for block in inner[0]))}),
         fp8=fp8,
         fp8_experts=fp8_experts,
         merged_bytes=merged,
@@ -182,17 +183,8 @@ def _adapted_bytes(module: nn.Module) -> int:
     return sum(_nbytes(base.weight) for base in bases)
 
 
-def _outside(expert: nn.Module, inner: Iterable[nn.Module]) -> int:
-    inside = {id(parameter) for block in inner for parameter in block.parameters()}
-    return _numel(parameter for parameter in expert.parameters() if id(parameter) not in inside)
-
-
 def _quantized(expert: nn.Module) -> Iterable[Tensor]:
     return (cast(Tensor, linear.weight) for linear in large_linears(blocks(expert)))
-
-
-def _quantized_experts(expert: nn.Module) -> Iterable[Tensor]:
-    return (cast(Tensor, getattr(module, name)) for module, name in large_experts(blocks(expert)))
 
 
 def _part_bytes(skeleton: ModelAdapter, component: str) -> int:

@@ -107,11 +107,6 @@ def held_steps(spec: JobSpec) -> int:
     return max(held)
 
 
-def num_states(spec: JobSpec) -> int:
-    """Latents of a trajectory, at most."""
-    return num_rounds(spec) + 1 if spec.records_steps else 1
-
-
 def num_rounds(spec: JobSpec) -> int:
     """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
     return spec.window.most if spec.records_steps else spec.algorithm.of(NoiseLevelSettings).num_noise_levels
@@ -121,7 +116,7 @@ def trajectory_bytes(spec: JobSpec, latent: int) -> int:
     """Bytes of one sample's record for the trainer."""
     if spec.writes_tokens:
         return spec.rollout.sequence.max_tokens * TOKEN_BYTES
-    return num_states(spec) * latent * FP32
+    return (num_rounds(spec) + 1 if spec.records_steps else 1) * latent * FP32
 
 
 def latent_elements(folder: Path, size: Size) -> int | None:

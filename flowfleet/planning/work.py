@@ -44,11 +44,11 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     """Computes the work of a step of a job whose prompts are `text_tokens` long."""
     rollout = spec.rollout
     sampling, training = facts.flops.sampling(text_tokens), facts.flops.training(text_tokens)
-    size = rollout.size
+    size, calls, decodes = rollout.size, *_made(spec)
     return Work(
         samples=spec.samples_per_step,
         trained=spec.trained_per_step,
-        rollout_flops_per_sample=_calls(spec) * passes(spec) * sampling + _decodes(spec) * facts.decode_flops,
+        rollout_flops_per_sample=calls * passes(spec) * sampling + decodes * facts.decode_flops,
         train_flops_per_sample=num_rounds(spec)
         * passes(spec)
         * (spec.trainer.passes * training + _without_gradient(spec) * sampling),
@@ -70,24 +70,15 @@ def _gradient_bytes(spec: JobSpec, facts: Facts) -> int:
     return steps * spec.trained_per_step * num_rounds(spec) * facts.latent * FP32
 
 
-def _calls(spec: JobSpec) -> float:
-    """Model calls per candidate of a group: those of the samples that are made in full, and of its preview."""
-    share = spec.rollout.made_of_group / spec.rollout.group_size
-    return share * _forwards(spec) + _has_previews(spec) * (spec.rollout.preview.num_inference_steps or _forwards(spec))
-
-
-def _decodes(spec: JobSpec) -> float:
-    """Decodings per candidate of a group."""
-    return spec.rollout.made_of_group / spec.rollout.group_size + _has_previews(spec)
-
-
-def _has_previews(spec: JobSpec) -> bool:
-    return spec.rollout.preview.keep is not None
-
-
-def _forwards(spec: JobSpec) -> float:
-    """Model calls of a sample, and those of the reference that it is compared with."""
-    return mean_model_calls(spec) + (len(noisy_steps(spec, 0)) if spec.algorithm.of(KlRewardSettings).kl_reward else 0)
+def _made(spec: JobSpec) -> tuple[float, float]:
+    """Model calls and decodings per candidate of a group: of the samples that are made in full, and of its preview. A
+    sample's calls are also those of the reference that it is compared with."""
+    rollout, share = spec.rollout, spec.rollout.made_of_group / spec.rollout.group_size
+    compared = len(noisy_steps(spec, 0)) if spec.algorithm.of(KlRewardSettings).kl_reward else 0
+    forwards = mean_model_calls(spec) + compared
+    if rollout.preview.keep is None:
+        return share * forwards, share
+    return share * forwards + (rollout.preview.num_inference_steps or forwards), share + 1
 
 
 def _without_gradient(spec: JobSpec) -> float:
