@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -220,11 +220,6 @@ def _whole_model(folder: Path) -> Path:
     return repository if is_snapshot else folder
 
 
-def _most_ranks() -> int:
-    """Ranks of trainers that this machine is asked to run at most, each of which takes hundreds of megabytes."""
-    return max(16, 2 * usable_cpus())
-
-
 def _controller(
     options: StackOptions,
     port: int,
@@ -235,25 +230,19 @@ def _controller(
     state = StateDir(options.state_dir)
     argv = [*_service("controller", port), "--state-dir", str(state.path)]
     argv += ["--rewards-file", str(state.path / REWARDS_FILE)]
-    for root in data_roots(options):
-        argv += ["--data-root", str(root)]
-    for url in options.data_urls:
-        argv += ["--data-url", url]
-    for network in options.data_networks:
-        argv += ["--data-network", network]
+    limits = list(options.limits)
+    if not any(limit.startswith("ranks=") for limit in limits):  # of trainers: each takes hundreds of megabytes
+        limits.append(f"ranks={max(16, 2 * usable_cpus())}")
+    argv += _each("--data-root", data_roots(options)) + _each("--data-url", options.data_urls)
+    argv += _each("--data-network", options.data_networks) + _each("--keep", options.keep)
+    argv += _each("--limit", limits)
+    argv += _each("--reward", (f"{name}={address}" for name, address in rewards.items()))
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
-    for limit in options.keep:
-        argv += ["--keep", limit]
-    ranks = [] if any(limit.startswith("ranks=") for limit in options.limits) else [f"ranks={_most_ranks()}"]
-    for limit in (*options.limits, *ranks):
-        argv += ["--limit", limit]
     if options.key:
         argv += ["--keys-file", str(state.path / KEYS_FILE)]
     if options.archive is not None:
         env = {**env, "FLOWFLEET_ARCHIVE": options.archive}
-    for name, address in rewards.items():
-        argv += ["--reward", f"{name}={address}"]
     address = f"{HOST}:{port}"
     return ProcessPlan("controller", Kind.CONTROLLER, tuple(argv), address, metrics=address, env=env)
 
@@ -288,10 +277,13 @@ def _reward(reward: Reward, options: StackOptions, ports: Iterator[int], env: Ma
     argv = [*_service("reward", port, metrics), "--scorer", str(reward.scorer), *_pulse(options)]
     if reward.settings_file is not None:
         argv += ["--settings", str(reward.settings_file)]
-    for setting in reward.settings:
-        argv += ["--set", setting]
+    argv += _each("--set", reward.settings)
     address = f"{HOST}:{port}"
     return ProcessPlan(f"reward-{reward.name}", Kind.REWARD, tuple(argv), address, metrics=f"{HOST}:{metrics}", env=env)
+
+
+def _each(flag: str, values: Iterable[object]) -> list[str]:
+    return [word for value in values for word in (flag, str(value))]
 
 
 def _service(name: str, port: int, metrics: int | None = None) -> list[str]:

@@ -7,6 +7,7 @@ inherits in its environment. So a trainer's ranks are found even when the launch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -76,15 +77,16 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[p
     """Sends SIGTERM, then SIGKILL to those that still run after `grace_s` seconds. Returns those that had to be
     killed."""
     waiting = list(processes)
-    _signal(waiting, "terminate")
-    stubborn = _wait(waiting, grace_s)
-    _signal(stubborn, "kill")
-    _wait(stubborn, KILL_GRACE_S)
+    stubborn = _end(waiting, "terminate", grace_s)
+    _end(stubborn, "kill", KILL_GRACE_S)
     return stubborn
 
 
-def _wait(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+def _end(processes: list[psutil.Process], action: str, timeout_s: float) -> list[psutil.Process]:
     """Waits for the ends of processes and returns those still running. A zombie has ended: its parent may be slow."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            getattr(process, action)()
     deadline = time.monotonic() + timeout_s
     while (running := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -98,28 +100,15 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _signal(processes: Iterable[psutil.Process], action: str) -> None:
-    for process in processes:
-        try:
-            getattr(process, action)()
-        except psutil.NoSuchProcess:
-            continue
-
-
 def _recorded(records: Iterable[Record], state_dir: Path) -> Iterator[psutil.Process]:
     for record in records:
         try:
-            process = psutil.Process(record.pid)
-            if _is_same(process, record, state_dir):
+            process, started = psutil.Process(record.pid), record.started
+            is_close = started is not None and abs(process.create_time() - started) <= CLOCK_SLACK_S
+            if is_close or (started is None and _has_mark(process, state_dir)):
                 yield process
         except psutil.Error:
             continue
-
-
-def _is_same(process: psutil.Process, record: Record, state_dir: Path) -> bool:
-    if record.started is None:
-        return _has_mark(process, state_dir)
-    return bool(abs(process.create_time() - record.started) <= CLOCK_SLACK_S)
 
 
 def _has_mark(process: psutil.Process, state_dir: Path) -> bool:

@@ -50,24 +50,17 @@ def parse_reward(text: str) -> Reward:
             raise ValueError(f"--reward {text}: {wrong[0]!r} is not a setting: write key=value[,key=value]")
         return Reward(name, scorer, tuple(map(_absolute, settings)))
     if is_named and (found := _FUNCTION.fullmatch(value)):
-        return Reward(name, "python", _of_function(name, Path(found["file"]), found["function"], text))
+        path = _existing(Path(found["file"]), text)
+        function = f"function={path.stem}:{found['function']}"
+        return Reward(name, "python", (function, f"path={path.parent}", _named(name)))
     if is_named and _SETTINGS.fullmatch(value):
-        return _of_settings(name, _existing(Path(value), text))
+        file = _existing(Path(value), text)
+        folder = () if "path" in read_table(file, "a settings") else (f"path={Path.cwd()}",)  # of its module
+        return Reward(name, "python", (_named(name), *folder), settings_file=file)
     if is_named and _ADDRESS.fullmatch(value):
         return Reward(name, address=value)
     forms = "SCORER:key=value, NAME=FILE.py:FUNCTION, NAME=FILE.toml or NAME=HOST:PORT"
     raise ValueError(f"unknown reward {text!r}: give a scorer ({', '.join(known())}), {forms}")
-
-
-def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:
-    path = _existing(file, text)
-    return (f"function={path.stem}:{function}", f"path={path.parent}", _named(name))
-
-
-def _of_settings(name: str, file: Path) -> Reward:
-    """A module is looked for in the current folder, unless the settings say where."""
-    folder = () if "path" in read_table(file, "a settings") else (f"path={Path.cwd()}",)
-    return Reward(name, "python", (_named(name), *folder), settings_file=file)
 
 
 def _named(name: str) -> str:

@@ -26,16 +26,6 @@ def _new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def _api_key() -> str:
-    """Returns the user's key, or makes one where none is given."""
-    return service.secret(service.API_KEY) or _new_token()
-
-
-def _reward_token() -> str:
-    """Returns the user's token, because rewards that run elsewhere may ask for it, or makes one where none is given."""
-    return service.secret(service.RPC_TOKEN) or _new_token()
-
-
 @dataclass(frozen=True)
 class StackSecrets:
     """Passwords of Redis's users, and a token for each kind that calls another or is called by the controller."""
@@ -48,9 +38,10 @@ class StackSecrets:
     trainer: str = field(default_factory=_new_token)
     sampler: str = field(default_factory=_new_token)
     """Token that the controller sends to rollouts."""
-    reward: str = field(default_factory=_reward_token)
-    api_key: str = field(default_factory=_api_key)
-    """Key of the REST API, which may do everything; empty: the controller asks for none."""
+    reward: str = field(default_factory=lambda: service.secret(service.RPC_TOKEN) or _new_token())
+    """The user's, because rewards that run elsewhere may ask for it, else a new one."""
+    api_key: str = field(default_factory=lambda: service.secret(service.API_KEY) or _new_token())
+    """Key of the REST API, which may do everything: the user's, else a new one; empty: the controller asks for none."""
     asking: str = field(default_factory=_new_token)
     """Key by which a reward asks people for votes."""
 

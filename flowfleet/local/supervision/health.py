@@ -23,34 +23,16 @@ def is_alive(process: ProcessPlan, plan: Plan, timeout_s: float) -> bool:
 
 
 def _asked(process: ProcessPlan, plan: Plan, path: str, timeout_s: float) -> bool:
-    if process.kind is Kind.REDIS:
-        return _redis_serves(plan.redis_url, timeout_s)
-    if process.kind is Kind.CONTROLLER:
-        return _http_serves(f"{plan.url}{path}", timeout_s)
-    return _grpc_serves(process.address, timeout_s)
-
-
-def _redis_serves(url: str, timeout_s: float) -> bool:
     try:
-        with redis.Redis.from_url(url, protocol=2, retry=None, socket_timeout=timeout_s) as client:
-            return bool(client.ping())
+        if process.kind is Kind.REDIS:
+            with redis.Redis.from_url(plan.redis_url, protocol=2, retry=None, socket_timeout=timeout_s) as client:
+                return bool(client.ping())
+        if process.kind is Kind.CONTROLLER:
+            return httpx.get(f"{plan.url}{path}", timeout=timeout_s, trust_env=False).status_code == httpx.codes.OK
+        with grpc.insecure_channel(process.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
     except redis.ResponseError as error:
         return not str(error).startswith("BUSY")  # full, or its disk is: others say so. Busy is a script without an end
-    except redis.RedisError:
+    except (redis.RedisError, httpx.HTTPError, grpc.RpcError):
         return False
-
-
-def _http_serves(url: str, timeout_s: float) -> bool:
-    try:
-        return httpx.get(url, timeout=timeout_s, trust_env=False).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
-
-
-def _grpc_serves(address: str, timeout_s: float) -> bool:
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

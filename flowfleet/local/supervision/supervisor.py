@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from flowfleet.local.plan import Plan, ProcessPlan, found_out_s
+from flowfleet.local.plan import Plan, found_out_s
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervision.child import MAX_MISSED, Child
 from flowfleet.local.supervision.cleanup import end_stack
@@ -92,17 +92,13 @@ class Supervisor:
         while not stop.wait(POLL_S):
             restarted = [child for child in self._children if child.poll()]
             if restarted or not is_published:
-                is_published = self._republish(tells=bool(restarted))
-
-    def _republish(self, *, tells: bool) -> bool:
-        """Returns True if stack.json could be written. A full disk does not end the stack."""
-        try:
-            self._publish()
-        except OSError as error:
-            if tells:
-                logger.warning("stack.json names a process that ended, until it can be written: %s", error)
-            return False
-        return True
+                try:
+                    self._publish()
+                    is_published = True
+                except OSError as error:  # a full disk does not end the stack
+                    is_published = False
+                    if restarted:
+                        logger.warning("stack.json names a process that ended, until it can be written: %s", error)
 
     def _publish(self) -> Stack:
         """Writes stack.json as things are now."""
@@ -149,10 +145,14 @@ class StackForks:
 
     def __init__(self, plan: Plan, state: StateDir) -> None:
         self._shared = Address.from_environ()
-        self._state = state
-        own = self._shared is None and any(_forks_rollout(process) for process in plan.processes)
+        rollout = (sys.executable, "-m", ROLLOUT)
+        own = self._shared is None and any(one.forks and one.argv[:3] == rollout for one in plan.processes)
         command = forkserver_command(sys.executable, ROLLOUT, TRAINER)
-        self._server = ForkServer(command, self._environment, state.log("forkserver")) if own else None
+
+        def environment() -> dict[str, str]:
+            return fork_environment({**without_own(os.environ), MARK: str(state.path)})
+
+        self._server = ForkServer(command, environment, state.log("forkserver")) if own else None
 
     def address(self) -> Address | None:
         """The server; None while another one, in place of one that has ended, imports."""
@@ -165,10 +165,3 @@ class StackForks:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-    def _environment(self) -> dict[str, str]:
-        return fork_environment({**without_own(os.environ), MARK: str(self._state.path)})
-
-
-def _forks_rollout(process: ProcessPlan) -> bool:
-    return process.forks and process.argv[:3] == (sys.executable, "-m", ROLLOUT)

@@ -15,7 +15,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from flowfleet.local.supervision.health import _grpc_serves
+from flowfleet.local.plan import Kind, Plan, ProcessPlan
+from flowfleet.local.supervision.health import is_alive
 from flowfleet.process.forks import fixed_digest
 from flowfleet.process.proxies import LOOPBACK, direct_to_loopback
 from flowfleet.prompts import stores
@@ -46,7 +47,8 @@ def test_a_service_is_seen_to_serve(site: str) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        assert _grpc_serves(f"127.0.0.1:{port}", 8.0)
+        process = ProcessPlan("rollout-0", Kind.ROLLOUT, (), f"127.0.0.1:{port}")
+        assert is_alive(process, Plan((process,), "", ""), 8.0)
     finally:
         server.stop(None)
 
