@@ -7,12 +7,10 @@ import math
 import grpc
 import grpc.aio
 
-from flowfleet.conformance.checks import Remark, check, require, said
+from flowfleet.conformance.checks import Fault, Remark, check, require, said
 from flowfleet.conformance.session import Session
 from flowfleet.proto.reward_pb2 import MODALITY_UNSPECIFIED, Modality
 from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME
-
-_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 @check("reachable", "a gRPC server answers at the address")
@@ -20,16 +18,14 @@ async def reachable(session: Session) -> str | None:
     try:
         await session.describe(session.options.connect_s)
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            seconds = f"{session.options.connect_s:g}"
-            require(
-                False, f"nothing answered within {seconds} s: is a gRPC server at this address, and has it started?"
-            )
-        require(error.code() not in _SILENT, said(error))
-        require(
-            error.code() is not grpc.StatusCode.UNAUTHENTICATED,
-            f"{said(error)}; the token to send is read from FLOWFLEET_RPC_TOKEN",
-        )
+        messages = {
+            grpc.StatusCode.DEADLINE_EXCEEDED: f"nothing answered within {session.options.connect_s:g} s: is a gRPC "
+            "server at this address, and has it started?",
+            grpc.StatusCode.UNAVAILABLE: said(error),
+            grpc.StatusCode.UNAUTHENTICATED: f"{said(error)}; the token to send is read from FLOWFLEET_RPC_TOKEN",
+        }
+        if message := messages.get(error.code()):
+            raise Fault(message) from None
     return None
 
 

@@ -156,10 +156,13 @@ async def _compare(session: Session, sample: PixelInput, scored: _Gradient, part
     """Raises Fault unless the score rises along `part` as the gradient says, at the best of the steps."""
     direction = part / np.abs(part).max()
     expected = float((scored.gradient.astype(np.float64) * direction).sum())
-    ups = [replace(sample, sample_id=f"up/{n}", pixels=_moved(sample, direction, step)) for n, step in enumerate(STEPS)]
-    downs = [
-        replace(sample, sample_id=f"down/{n}", pixels=_moved(sample, direction, -step)) for n, step in enumerate(STEPS)
-    ]
+    ups, downs = (
+        [
+            replace(sample, sample_id=f"{name}/{n}", pixels=sample.pixels + np.float32(sign * step) * direction)
+            for n, step in enumerate(STEPS)
+        ]
+        for name, sign in (("up", 1), ("down", -1))
+    )
     answer = await session.gradients([*ups, *downs])
     rises = [
         (_read(answer, up).score - _read(answer, down).score) / (2 * step)
@@ -172,10 +175,6 @@ async def _compare(session: Session, sample: PixelInput, scored: _Gradient, part
             f"by {best:.4g} at best, over changes of {STEPS[0]} to {STEPS[-1]} a pixel"
         )
     return f"{name}: {best:.4g} of {expected:.4g} per unit"
-
-
-def _moved(sample: PixelInput, direction: Pixels, step: float) -> Pixels:
-    return (sample.pixels + np.float32(step) * direction).astype(np.float32)
 
 
 def _masks(gradient: Pixels) -> Iterable[tuple[str, Pixels]]:
@@ -213,15 +212,14 @@ def _need(session: Session) -> None:
 
 
 def _pictures(session: Session) -> list[PixelInput]:
-    return [_picture(session, index) for index in range(PICTURES)]
-
-
-def _picture(session: Session, index: int) -> PixelInput:
-    """A picture of the suite, between 0.1 and 0.9, with noise between its levels."""
-    noise = np.random.default_rng(index)
-    pixels = _MARGIN + (1 - 2 * _MARGIN) * _decoded(session, index)
-    pixels = np.clip(pixels + noise.normal(0, 0.01, pixels.shape), _MARGIN / 2, 1 - _MARGIN / 2).astype(np.float32)
-    return PixelInput(pixels, session.options.prompt, dict(session.options.metadata), f"gradient/{index}")
+    """Pictures of the suite, between 0.1 and 0.9, with noise between their levels."""
+    options, made = session.options, []
+    for index in range(PICTURES):
+        pixels = _MARGIN + (1 - 2 * _MARGIN) * _decoded(session, index)
+        pixels = pixels + np.random.default_rng(index).normal(0, 0.01, pixels.shape)
+        pixels = np.clip(pixels, _MARGIN / 2, 1 - _MARGIN / 2).astype(np.float32)
+        made.append(PixelInput(pixels, options.prompt, dict(options.metadata), f"gradient/{index}"))
+    return made
 
 
 def _decoded(session: Session, index: int) -> Pixels:

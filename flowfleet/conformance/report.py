@@ -24,6 +24,7 @@ class Status(StrEnum):
 
 
 _COLORS = {Status.PASS: "green", Status.NOTE: "yellow", Status.SKIP: "bright_black", Status.FAIL: "red"}
+_PLURAL = {Status.PASS: "passed", Status.NOTE: "noted", Status.SKIP: "skipped", Status.FAIL: "failed"}
 
 
 class Result(BaseModel):
@@ -110,6 +111,3 @@ class Report(BaseModel):
         counts = {status: sum(result.status is status for result in self.results) for status in Status}
         said = ", ".join(f"{count} {_PLURAL[status]}" for status, count in counts.items() if count)
         return f"\n{said}, in {self.seconds:.1f} s"
-
-
-_PLURAL = {Status.PASS: "passed", Status.NOTE: "noted", Status.SKIP: "skipped", Status.FAIL: "failed"}

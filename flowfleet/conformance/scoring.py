@@ -172,9 +172,7 @@ async def groups(session: Session) -> str | None:
     both = [session.sample(index, f"{name}/{index}", name) for index in range(size) for name in ("left", "right")]
     scores = await session.scores(both)
     require_scores(scores, [sample.sample_id for sample in both])
-    if not session.reference:
-        return f"two groups of {size}"
-    for index in range(size):
+    for index in range(size if session.reference else 0):
         left, right = (scores[f"{name}/{index}"].score for name in ("left", "right"))
         same = alike(left, right, session.options.tolerance)
         require(same, f"equal groups have other scores: sample {index} {left:g} and {right:g}")
@@ -237,6 +235,3 @@ async def pending(session: Session) -> str | None:
     number = session.described.contract
     require(number >= 2, f"Describe names contract {number}: name 2, so that controllers that cannot wait refuse it")
     return f"{len(waiting)} of {len(session.given)} scores"
-
-
-"""Checks of all scores that other checks received."""

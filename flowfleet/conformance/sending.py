@@ -54,8 +54,15 @@ async def huge(session: Session) -> str | None:
             raise Fault(said(error)) from None
         told = said(error)
     else:
-        told = _require_error(samples[-1], scores)
-    await _lives(session)
+        score = scores.get(samples[-1].sample_id, RewardScore())
+        told = outcome(score)
+        require(score.WhichOneof("outcome") == "error", f"{told}; it must get an error")
+    samples = session.samples(session.few)
+    try:
+        scores = await session.scores(samples)
+    except grpc.aio.AioRpcError as error:
+        raise Fault(f"the next call ended with {said(error)}") from None
+    require_scores(scores, [samples[0].sample_id])
     return told
 
 
@@ -140,12 +147,6 @@ async def _beside_others(session: Session, file: media.Media) -> RewardScore:
     return scores.get(samples[bad].sample_id, RewardScore())
 
 
-def _require_error(sample: RewardSample, scores: dict[str, RewardScore]) -> str:
-    score = scores.get(sample.sample_id, RewardScore())
-    require(score.WhichOneof("outcome") == "error", f"{outcome(score)}; it must get an error")
-    return outcome(score)
-
-
 async def _scored(session: Session, samples: list[RewardSample]) -> str | None:
     """Fault for no outcome at all, Remark for an error of the last sample."""
     scores = by_id((await session.score(samples)).scores)
@@ -154,12 +155,3 @@ async def _scored(session: Session, samples: list[RewardSample]) -> str | None:
     if score.WhichOneof("outcome") == "error":
         raise Remark(outcome(score))
     return outcome(score)
-
-
-async def _lives(session: Session) -> None:
-    samples = session.samples(session.few)
-    try:
-        scores = await session.scores(samples)
-    except grpc.aio.AioRpcError as error:
-        raise Fault(f"the next call ended with {said(error)}") from None
-    require_scores(scores, [samples[0].sample_id])

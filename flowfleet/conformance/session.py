@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -44,6 +44,7 @@ ABANDONED_SAMPLES: Final = 16
 ABANDONED_BYTES: Final = 2**20
 """Size of one abandoned call, which has a group at least."""
 
+Score = TypeVar("Score", RewardScore, PixelScore)
 Answer = ScoreResponse | grpc.aio.AioRpcError
 """Answer to a call that may be rejected."""
 
@@ -97,15 +98,11 @@ def open_channel(address: str, options: Options) -> grpc.aio.Channel:
     if has_scheme and scheme == "grpc" and fleet_tls:
         raise ValueError(f"{address} is without TLS, but {tls.TLS_DIR} is set: say grpcs://{target}, or unset it")
     if (scheme == "grpcs" and not fleet_tls) or own_tls:
-        return rpc.open_channel_with(target, _credentials(options))
+        if (options.cert is None) != (options.key is None):
+            raise ValueError("--cert and --key go together: give both or none")
+        ca, key, chain = (path.read_bytes() if path else None for path in (options.ca, options.key, options.cert))
+        return rpc.open_channel_with(target, grpc.ssl_channel_credentials(ca, key, chain))
     return rpc.open_channel(target)
-
-
-def _credentials(options: Options) -> grpc.ChannelCredentials:
-    if (options.cert is None) != (options.key is None):
-        raise ValueError("--cert and --key go together: give both or none")
-    ca, key, chain = (path.read_bytes() if path else None for path in (options.ca, options.key, options.cert))
-    return grpc.ssl_channel_credentials(ca, key, chain)
 
 
 class Session:
@@ -221,12 +218,8 @@ class Session:
 
     async def gradients(self, samples: Sequence[PixelInput]) -> dict[str, PixelScore]:
         """Answers by id, the first of several of one id, in as many calls as the service wants."""
-        limit = self.described.gradient_bytes or MAX_GRADIENT_BYTES
-        scores: dict[str, PixelScore] = {}
-        for call in cut(samples, self.full_batch, limit):
-            for score in (await self.score_with_gradient(call)).scores:
-                scores.setdefault(score.sample_id, score)
-        return scores
+        calls = cut(samples, self.full_batch, self.described.gradient_bytes or MAX_GRADIENT_BYTES)
+        return by_id([score for call in calls for score in (await self.score_with_gradient(call)).scores])
 
     async def seconds(self, samples: Sequence[RewardSample]) -> float:
         """Time that a call takes."""
@@ -239,17 +232,13 @@ class Session:
 
         The codes they ended with; None for those that were answered before.
         """
-        batch = self._abandoned_batch()
+        size = max(1, len(self.media(0)[0]))
+        batch = self.samples(max(self.few, min(self.full_batch, ABANDONED_SAMPLES, ABANDONED_BYTES // size)))
         codes: list[grpc.StatusCode | None] = []
         for start in range(0, self.options.num_abandoned, ABANDONED_AT_ONCE):
             count = min(ABANDONED_AT_ONCE, self.options.num_abandoned - start)
             codes += await self._abandon(batch, count, after_s, cancel=cancel)
         return codes
-
-    def _abandoned_batch(self) -> list[RewardSample]:
-        """Fills `ABANDONED_BYTES` with samples."""
-        size = max(1, len(self.media(0)[0]))
-        return self.samples(max(self.few, min(self.full_batch, ABANDONED_SAMPLES, ABANDONED_BYTES // size)))
 
     async def _abandon(
         self, batch: Sequence[RewardSample], num_calls: int, after_s: float, *, cancel: bool
@@ -271,9 +260,6 @@ class Session:
         return [StatusCode.CANCELLED if isinstance(code, BaseException) else code for code in ended]
 
 
-def by_id(scores: Iterable[RewardScore]) -> dict[str, RewardScore]:
+def by_id(scores: Sequence[Score]) -> dict[str, Score]:
     """Maps ids to scores; keeps the first of several with one id."""
-    first_scores: dict[str, RewardScore] = {}
-    for score in scores:
-        first_scores.setdefault(score.sample_id, score)
-    return first_scores
+    return {score.sample_id: score for score in reversed(scores)}
