@@ -59,6 +59,10 @@ class Progress(Answer):
     samples_trained: int = 0
     samples_dropped: dict[str, int] = {}
     """Reason → number."""
+    drop_causes: dict[str, str] = {}
+    """Reason → its first cause, in words."""
+    warning: str = ""
+    """The newest step of which a reward gave more than a tenth of the samples no score; empty without one."""
 
 
 class Job(Answer):

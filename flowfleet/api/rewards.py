@@ -19,6 +19,8 @@ class RewardRevision(Answer):
     """Name → settings."""
     shadows: dict[str, Any] = {}
     """Name → settings; `for` names the reward that it is compared with."""
+    open_steps: bool = False
+    """Steps that are open when it takes effect have it too, and their samples are scored again."""
     requested_at: datetime | None = None
     from_step: int | None = None
     """First step that has it; null while it is pending."""

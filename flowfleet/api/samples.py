@@ -44,6 +44,8 @@ class Sample(Answer):
     seed: int = 0
     drop_reason: str = ""
     """Why the sample was not trained on; empty when it was."""
+    drop_cause: str = ""
+    """What went wrong, in words; empty where the reason says all."""
     media_type: str = "image/png"
     replica: str = ""
     """Replica that made it."""

@@ -48,7 +48,7 @@ def jobs_table(jobs: Iterable[Job]) -> Table:
         made.add_row(
             job.id[:SHORT_ID],
             job.name,
-            status_text(job.status),
+            status_text(job.status) + Text(" (warning)" if progress.warning else "", style="yellow"),
             f"{progress.step}/{progress.steps}",
             number(progress.reward),
             number(progress.held_out_reward),
@@ -66,6 +66,7 @@ def show_job(job: Job, console: Console) -> None:
     facts = Table.grid(padding=(0, 3))
     progress = job.progress
     dropped = ", ".join(f"{count} {reason}" for reason, count in progress.samples_dropped.items())
+    causes = (f"{reason}: {cause}" for reason, cause in progress.drop_causes.items())
     rows: list[tuple[str, str | Text]] = [
         ("id", job.id),
         ("name", job.name),
@@ -78,13 +79,14 @@ def show_job(job: Job, console: Console) -> None:
         ("reward", number(progress.reward)),
         ("held-out reward", number(progress.held_out_reward)),
         ("samples", f"{progress.samples_trained} trained, {dropped or 'none'} dropped"),
+        ("first causes", "\n".join(causes)),
         *((name, _plain(value)) for name, value in job.results.items()),
     ]
     for name, value in rows:
         if value:
             facts.add_row(Text(name, style="bright_black"), value)
     console.print(facts)
-    show_warnings(job.warnings, console)
+    show_warnings([*job.warnings, *filter(None, [progress.warning])], console)
     console.print("\n" + as_yaml(job.spec), highlight=False)
 
 
@@ -131,7 +133,8 @@ def samples_table(samples: Sequence[Sample], files: Sequence[Path | None]) -> Ta
     made = table("SAMPLE", "REWARD", "SCORES", "PROMPT", *(["FILE"] if files else []))
     for index, sample in enumerate(samples):
         scores = ", ".join(f"{name} {number(score)}" for name, score in sample.scores.items())
-        row = [f"{sample.step}/{sample.group}/{sample.index}", number(sample.reward), sample.drop_reason or scores]
+        row = [f"{sample.step}/{sample.group}/{sample.index}", number(sample.reward)]
+        row.append(" ".join(filter(None, (sample.drop_reason, sample.drop_cause))) or scores)
         made.add_row(*row, Text(sample.prompt), *([str(files[index] or "no longer kept")] if files else []))
     return made
 

@@ -178,13 +178,15 @@ class AsyncClient(AsyncVoting):
         shadow: Mapping[str, Mapping[str, Any]] | None = None,
         promote: Sequence[str] = (),
         remove: Sequence[str] = (),
+        open_steps: bool = False,
         revision: int | None = None,
     ) -> Rewards:
-        """Asks for other rewards from the first step on that is not open yet (docs/rewards.md). `revision`: what the
-        change builds on; none: the newest. ApiError 409 when somebody else changed them meanwhile."""
+        """Asks for other rewards from the first step on that is not open yet (docs/rewards.md); `open_steps`: for the
+        open ones of a paused job as well, whose samples are scored again. `revision`: what the change builds on; none:
+        the newest. ApiError 409 when somebody else changed them meanwhile."""
         newest = (await self.rewards(job_id)).revision if revision is None else revision
         parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}
-        body = {"revision": newest, **parts}
+        body = {"revision": newest, "open_steps": open_steps, **parts}
         return read(Rewards, (await self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body)).json())
 
     async def wait_for_rewards(self, job_id: str, revision: int, timeout_s: float | None = None) -> Rewards:

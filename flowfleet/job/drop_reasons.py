@@ -1,7 +1,12 @@
 """Why samples are dropped: the keys of a job's `samples_dropped`, and the label `reason` of
 `flowfleet_job_samples_dropped_total`. The runbook (docs/operations.md) says of each what to do."""
 
+from __future__ import annotations
+
 from enum import StrEnum
+
+NON_FINITE_SUM = "non_finite_sum"
+"""The sum of a sample's scores overflows."""
 
 
 class DropReason(StrEnum):
@@ -24,3 +29,14 @@ class DropReason(StrEnum):
     def of(self, reward: str) -> str:
         """The reason with a reward's name."""
         return self.value.replace("NAME", reward)
+
+    def name_in(self, reason: str) -> str:
+        """The reward that a reason names; "" for another reason."""
+        before, _, _ = self.value.partition("NAME")
+        return reason[len(before) :] if reason.startswith(before) else ""
+
+
+def is_verdict(reason: str) -> bool:
+    """True for reasons that come from the rewards: scored again, the sample may stay."""
+    of_one = DropReason.NO_SCORE.name_in(reason) or DropReason.GATED.name_in(reason)
+    return bool(of_one) or reason in (DropReason.REWARD_FAILED, DropReason.NON_FINITE_KL, NON_FINITE_SUM)

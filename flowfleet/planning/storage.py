@@ -27,7 +27,9 @@ TOKEN_BYTES: Final = 13
 PICTURE_SHARE, VIDEO_SHARE = 0.6, 0.1
 """Size of a usual PNG, and of a usual MP4, as a share of its pixels' three bytes."""
 KEY_BYTES: Final = 200
-"""A blob's key and its place in Redis. Some allocators round large blobs up by as much as a quarter besides."""
+"""A blob's key and its place in Redis."""
+HEADER_BYTES: Final = 600
+"""What a trajectory's blob has besides latents."""
 HELD_BYTES, RECORD_BYTES = 1800, 900
 """References of a sample that may be trained on again, and what people see of one, in Redis."""
 MAX_RECORDS: Final = 100_000
@@ -84,14 +86,14 @@ def storage(spec: JobSpec, *, latent: int, embeds_bytes: int, adapter_bytes: int
     everything = schedule.steps * samples
     validations = 1 + math.ceil(schedule.steps / schedule.validate_every)
     shown = held_out * schedule.validation_samples
-    validation = shown * _blob(_media_bytes(spec, spec.validation_size))
+    validation = shown * blob_bytes(_media_bytes(spec, spec.validation_size))
     return Storage(
-        trajectories=steps * samples * _blob(trajectory_bytes(spec, latent)),
-        prompts=steps * spec.rollout.prompts_per_step * _blob(embeds_bytes),
-        pictures=min(pictures, everything) * _blob(_media_bytes(spec, spec.rollout.size)),
+        trajectories=steps * samples * blob_bytes(trajectory_bytes(spec, latent) + HEADER_BYTES),
+        prompts=steps * spec.rollout.prompts_per_step * blob_bytes(embeds_bytes),
+        pictures=min(pictures, everything) * blob_bytes(_media_bytes(spec, spec.rollout.size)),
         validation=validation,
         validations=validations * validation,
-        adapters=min(ADAPTERS_KEPT, schedule.steps + 1) * _blob(adapter_bytes),
+        adapters=min(ADAPTERS_KEPT, schedule.steps + 1) * blob_bytes(adapter_bytes),
         records=steps * samples * HELD_BYTES + (min(everything, MAX_RECORDS) + validations * shown) * RECORD_BYTES,
     )
 
@@ -144,8 +146,10 @@ def prompt_bytes(folder: Path, spec: JobSpec) -> int:
     return width * (spec.model.max_sequence_length or TEXT_TOKENS) * (FP32 if spec.model.dtype == "float32" else 2)
 
 
-def _blob(size: int) -> int:
-    return size + KEY_BYTES if size else 0
+def blob_bytes(size: int) -> int:
+    """Bytes that a blob takes in Redis, whose allocator (jemalloc) rounds up to an eighth of a power of two."""
+    unit = max(16, 1 << (size - 1).bit_length() >> 3) if size else 1
+    return math.ceil(size / unit) * unit + KEY_BYTES if size else 0
 
 
 def _media_bytes(spec: JobSpec, size: Size) -> int:

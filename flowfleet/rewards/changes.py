@@ -72,6 +72,8 @@ class RewardChange(Part):
     """Active reward, old or new → its settings, as a JSON merge patch (RFC 7396): others stay, null unsets."""
     shadow: dict[str, ShadowPart] = Field(default_factory=dict)
     """Shadow, known or new → its settings."""
+    open_steps: bool = False
+    """The open steps of a paused job have the change too: their samples are scored again."""
 
     def describe(self) -> list[str]:
         """A line for each part, for the history. The same change has the same lines."""
@@ -80,6 +82,7 @@ class RewardChange(Part):
             *(f"promote {name}" for name in self.promote),
             *(f"set {name} {_json(settings)}" for name, settings in self.set.items()),
             *(f"shadow {name} {_json(part.model_dump(exclude_defaults=True))}" for name, part in self.shadow.items()),
+            *(["score open steps again"] if self.open_steps else ()),
         ]
 
 

@@ -54,13 +54,16 @@ def set_(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE…", help="As in the job file: weight=0.5 params.score=soft; null unsets."),
     ] = None,
+    open_steps: Annotated[
+        bool, typer.Option("--open-steps", help="Score the open steps of a paused job again, with this change.")
+    ] = False,
     wait: Wait = False,
     url: Url = None,
     ca: Ca = None,
     json_: Json = False,
 ) -> None:
     """Change settings of a reward, or add one."""
-    _change(job_id, url, ca, wait, json_, set={name: parse_settings(settings or ())})
+    _change(job_id, url, ca, wait, json_, set={name: parse_settings(settings or ())}, open_steps=open_steps)
 
 
 @app.command()

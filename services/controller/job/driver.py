@@ -238,14 +238,17 @@ class JobDriver:
             case Generate(step, groups):
                 lost = [(group, index) for group in groups for index in self.machine.wanted(step, group)]
                 await self.emit(
-                    *(ev.Dropped(step=step, group=g, index=i, reason=DropReason.ROLLOUT_FAILED) for g, i in lost)
+                    *(
+                        ev.Dropped(step=step, group=g, index=i, reason=DropReason.ROLLOUT_FAILED, cause=reason)
+                        for g, i in lost
+                    )
                 )
             case Score(step, group):
                 samples = self.machine.state.batches[step].groups[group].items()
                 lost_indices = [index for index, sample in samples if sample.status == "sampled"]
                 await self.emit(
                     *(
-                        ev.Dropped(step=step, group=group, index=i, reason=DropReason.REWARD_FAILED)
+                        ev.Dropped(step=step, group=group, index=i, reason=DropReason.REWARD_FAILED, cause=reason)
                         for i in lost_indices
                     )
                 )
@@ -334,12 +337,12 @@ class JobDriver:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:
             await self.emit(ev.PauseRequested())
-        elif desired is Desired.RUNNING and paused:
+        if revision > self.machine.rewards_number and not await self._change_rewards():
+            return  # before the job is resumed, and open steps are no longer as the change wants them
+        if desired is Desired.RUNNING and paused:
             self.job.scoring.rewards.reset()
             self.job.trainer.rewards.reset()
             await self.emit(ev.ResumeRequested())
-        if revision > self.machine.rewards_number:
-            await self._change_rewards()
         if steps is not None and steps != self.machine.state.steps_asked:
             await self.emit(ev.StepsChanged(steps=steps))
 
@@ -355,19 +358,26 @@ class JobDriver:
         log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
         await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
 
-    async def _change_rewards(self) -> None:
+    async def _change_rewards(self) -> bool:
         """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the
-        job is paused also open steps have it that are not scored: it waits for the scoring that was begun before."""
+        job is paused also open steps have it that are not scored, or all where the wish says so: it waits for the
+        scoring that was begun before. False while it waits."""
         wish = await self.job.store.rewards.pending(self.job.job_id)
         is_paused = self.machine.state.status is Status.PAUSED
-        if wish is None or (is_paused and self._is_scoring):
-            return
+        if wish is None:
+            return True
+        if is_paused and self._is_scoring:
+            return False
+        whole = wish.open_steps and is_paused
 
         async def also(pipe: Any) -> None:
-            applied = wish.model_copy(update={"from_step": self.machine.first_changed(unscored=is_paused)})
+            first = self.machine.first_changed(unscored=is_paused, open_steps=whole)
+            applied = wish.model_copy(update={"from_step": first})
             await self.job.store.rewards.apply(self.job.job_id, applied, pipe)
 
-        await self.emit(ev.RewardsChanged(number=wish.number, set=reward_set(wish), unscored=is_paused), also=also)
+        change = ev.RewardsChanged(number=wish.number, set=reward_set(wish), unscored=is_paused, open_steps=whole)
+        await self.emit(change, also=also)
+        return True
 
     @property
     def _is_scoring(self) -> bool:
@@ -424,6 +434,7 @@ class JobDriver:
             "held_out_reward": state.held_out_reward,
             "samples_trained": state.samples_trained,
             "samples_dropped": state.samples_dropped,
+            "drop_causes": state.drop_causes,
             "duplicates": state.duplicates,
         }
         await job.store.jobs.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)

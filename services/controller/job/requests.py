@@ -144,7 +144,8 @@ def scored_or_dropped(spec: JobSpec, sample: common_pb2.Sample, verdict: SampleS
     step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
         may_refill = not verdict.gated_by and not verdict.given_up
-        return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason, refill=may_refill)
+        why = {"reason": verdict.reason, "cause": verdict.cause}
+        return ev.Dropped(step=step, group=group, index=index, refill=may_refill, **why)
     if not abs(sample.reference_kl) <= MAX_SCORE:
         return ev.Dropped(step=step, group=group, index=index, reason=DropReason.NON_FINITE_KL)
     return ev.Scored(

@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowfleet.algorithms.advantages import weighted_total
-from flowfleet.job.drop_reasons import DropReason
+from flowfleet.job.drop_reasons import NON_FINITE_SUM, DropReason
 from flowfleet.job.part import factor_at
 from flowfleet.job.spec import RewardPart
 
-NON_FINITE = "non_finite_sum"
 PREFERENCE = "preference"
 """The reward of a preference data set: 1 for what was chosen, 0 for what was rejected."""
 
@@ -101,7 +100,7 @@ def compose(rewards: Mapping[str, RewardPart], step: int, scores: Mapping[str, f
     total = 0.0
     for name in sorted(scores.keys() & rewards.keys()):
         total += weight_at(rewards[name], step) * clipped(rewards[name], scores[name])
-    return Composed(total) if math.isfinite(total) else Composed(None, NON_FINITE)
+    return Composed(total) if math.isfinite(total) else Composed(None, NON_FINITE_SUM)
 
 
 def columns(

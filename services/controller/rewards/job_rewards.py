@@ -33,6 +33,8 @@ from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
 
 log = logging.getLogger(__name__)
 
+MAX_CAUSE = 300
+"""Characters of a cause that are kept."""
 Samples = Sequence[EncodedSample]
 Fetch = Callable[[], Awaitable[Samples]]
 
@@ -56,6 +58,8 @@ class SampleScore:
     """Rewards that failed and that the total goes without."""
     given_up: bool = False
     """There is no total because a reward failed for too long: another sample would fare the same."""
+    cause: str = ""
+    """What went wrong, in words, where there is no total."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Reward → of the call that gave its score."""
 
@@ -249,6 +253,20 @@ class JobRewards:
         if is_away:
             outage.give_up(now)
 
+    def _cause(
+        self,
+        rewards: Mapping[str, RewardPart],
+        absent: Sequence[str],
+        answers: Mapping[str, Mapping[str, Answer]],
+        sample_id: str,
+    ) -> str:
+        """Why the first of the rewards without a score gave none; "" where it said nothing."""
+        for name in absent:
+            outage = self._outages[name, rewards[name].service_of(name)]
+            if cause := answers[name][sample_id].problem if name in answers else outage.reason:
+                return cause[:MAX_CAUSE]
+        return ""
+
     def _verdict(
         self, rewards: Mapping[str, RewardPart], step: int, sample_id: str, answers: Mapping[str, Mapping[str, Answer]]
     ) -> SampleScore:
@@ -267,6 +285,7 @@ class JobRewards:
         else:
             composed = compose(rewards, step, raw)
             given_up = composed.total is None and bool(skipped)
+        cause = self._cause(rewards, missing or skipped, answers, sample_id) if composed.total is None else ""
         if composed.gated_by:
             self._calls.gated(composed.gated_by, "zero" if composed.total is not None else "mask")
         return SampleScore(
@@ -278,5 +297,6 @@ class JobRewards:
             gated_by=composed.gated_by,
             skipped=skipped,
             given_up=given_up,
+            cause=cause,
             seconds={name: answer.seconds for name, answer in scored.items()},
         )

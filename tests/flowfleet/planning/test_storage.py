@@ -10,7 +10,8 @@ import pytest
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
 from flowfleet.planning.facts import gather
-from flowfleet.planning.storage import held_steps, latent_elements, prompt_bytes, storage
+from flowfleet.planning.storage import blob_bytes, held_steps, latent_elements, prompt_bytes, storage
+from flowfleet.redis.client import connect_sync
 
 
 def job(path: str = "m", **parts: Any) -> JobSpec:
@@ -40,6 +41,16 @@ def test_held_steps_are_those_of_a_job_that_is_played(
     part = {"steps": steps, "save_every": save_every, "keep_last": keep_last, "max_staleness": max_staleness}
     data = {"train": "x", "validation": "y"}
     assert held_steps(job(schedule=part, data=data)) == played(steps, save_every, keep_last, max_staleness)
+
+
+@pytest.mark.parametrize("size", [17_100, 60_000, 1_049_000, 3_146_300])
+def test_redis_takes_as_much_for_a_blob(redis_url: str, size: int) -> None:
+    client = connect_sync(redis_url)
+    for number in range(3):
+        client.set(f"ff:0190c0de-0000-7000-8000-000000000000:blob:trajectory:17:5:{number}", b"x" * size)
+    taken = client.memory_usage("ff:0190c0de-0000-7000-8000-000000000000:blob:trajectory:17:5:2")
+    assert blob_bytes(size) == pytest.approx(taken, rel=0.02)
+    client.close()
 
 
 @pytest.mark.parametrize("size", [Size(64, 128, 1), Size(512, 512, 1)])

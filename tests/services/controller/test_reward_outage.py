@@ -118,7 +118,7 @@ async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
         record = await fleet.submit(job)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert record.reason.startswith("step 1: no sample has a score")
-        assert "resume the job: it continues with the next step" in record.reason
+        assert "resume the job: else it continues with the next step" in record.reason
         fleet.rewards["quality"].fails_after = None
         await fleet.store.jobs.request(record.id, "resume")
         await fleet.runner.notify()

@@ -53,7 +53,9 @@ async def change(fleet: ScriptedFleet, job_id: str, **parts: Any) -> JobRecord:
     number = record.rewards.revision + 1
     wanted = RewardChange.model_validate({"revision": number - 1, **parts})
     after: RewardSet = changed(record.job_spec(), reward_set(record.rewards.newest), wanted)
-    revision = RewardRevision(number=number, changes=wanted.describe(), **after.model_dump(mode="json"))
+    revision = RewardRevision(
+        number=number, changes=wanted.describe(), open_steps=wanted.open_steps, **after.model_dump(mode="json")
+    )
     await fleet.store.rewards.change(job_id, revision)
     return await fleet.reached(job_id, lambda record: record.rewards.active.number == number)
 

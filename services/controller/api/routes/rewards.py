@@ -65,6 +65,8 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
     is_paused = record.status is JobStatus.PAUSED  # perhaps for what it could not validate with
     if record.progress.steps and record.progress.step >= record.progress.steps and not is_paused:
         raise Conflict("all steps of the job are trained: a change of rewards would have no effect")
+    if change.open_steps and not is_paused:
+        raise Conflict("open_steps: the job is at work: pause it, wait until it is paused, and send the change again")
     if change.revision != record.rewards.revision:
         raise stale(change.revision, record.rewards.revision)
     if change.revision >= MAX_REVISIONS:
@@ -78,6 +80,7 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
     pending = record.rewards.pending
     return RewardRevision(
         number=change.revision + 1,
+        open_steps=change.open_steps or (pending is not None and pending.open_steps),
         changes=[*(pending.changes if pending else ()), *change.describe()],
         rewards={name: part.model_dump(mode="json") for name, part in after.rewards.items()},
         shadows={name: part.model_dump(mode="json") for name, part in after.shadows.items()},

@@ -77,8 +77,10 @@ class Previews:
             del self._drawn[step, group]
             raise
         found = {sample.id.index: verdict for sample, verdict in zip(samples, verdicts, strict=True)}
-        dropped = not_selected(group, found, keep).items()
-        return [ev.Dropped(step=step, group=group, index=i, reason=reason, refill=False) for i, reason in dropped]
+        return [
+            ev.Dropped(step=step, group=group, index=i, reason=reason, cause=found[i].cause, refill=False)
+            for i, reason in not_selected(group, found, keep).items()
+        ]
 
 
 def is_due(samples: Mapping[int, SampleState], keep: int) -> bool:

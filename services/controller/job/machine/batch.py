@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from flowfleet.job.drop_reasons import DropReason, is_verdict
+
 SampleStatus = Literal["wanted", "sampled", "scored", "dropped"]
 
 
@@ -43,6 +45,8 @@ class SampleState:
     reference_kl: float = 0.0
     times_lost: int = 0
     """How often a blob of it was lost, so that it was wanted again."""
+    reason: str = ""
+    """Why it was dropped."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Batch(BaseModel):
     """Its TrainStep request is stored."""
     num_chosen: int | None = None
     """Samples in that request; none: all that have a score."""
+    accepted: bool = False
+    """Its user resumed the job after a pause for its drops: it is trained on what is left."""
     figures: dict[str, float] = {}
     spread: dict[str, dict[str, Any]] = {}
     """Metrics and histograms of its rewards and advantages, as of that request."""
@@ -132,6 +138,25 @@ class Batch(BaseModel):
             for samples in self.groups.values()
             for sample in samples.values()
         )
+
+    def most_dropped(self) -> tuple[str, int, int]:
+        """The reward that gave the most samples no score, how many, and of how many that were made."""
+        made = [one for group in self.groups.values() for one in group.values() if one.version is not None]
+        named = Counter(filter(None, (DropReason.NO_SCORE.name_in(one.reason) for one in made)))
+        [(reward, number)] = named.most_common(1) or [("", 0)]
+        return reward, number, len(made)
+
+    def score_again(self) -> Counter[str]:
+        """Wants new scores of all samples that rewards have judged; returns by reason those that were dropped."""
+        reasons = Counter[str]()
+        for group, samples in self.groups.items():
+            for sample in samples.values():
+                if sample.status == "scored" or (sample.status == "dropped" and is_verdict(sample.reason)):
+                    reasons.update([sample.reason] if sample.reason else [])
+                    sample.score, sample.scores, sample.reason = None, _NO_SCORES, ""
+                    self.move(group, sample, "sampled")
+        self.accepted = False
+        return reasons
 
     @property
     def num_trained(self) -> int:

@@ -81,6 +81,8 @@ class Dropped(_Event):
     group: int
     index: int
     reason: str
+    cause: str = ""
+    """What went wrong, in words; empty where the reason says all."""
     refill: bool = True
     """Allows another sample in its place."""
 
@@ -168,6 +170,8 @@ class RewardsChanged(_Event):
     unscored: bool = False
     """Open steps of which no sample is scored have it too: the job is paused, and nothing is being scored. False in
     ledgers from before that could be."""
+    open_steps: bool = False
+    """All open steps have it whose request is not stored yet: their samples are scored again."""
 
 
 class StepsChanged(_Event):
@@ -182,6 +186,8 @@ class PauseRequested(_Event):
     kind: Literal["pause_requested"] = "pause_requested"
     reason: str = ""
     """Why the job itself asks for it."""
+    step: int | None = None
+    """The step whose drops are why: resumed, the job trains on what is left of it."""
 
 
 class ResumeRequested(_Event):

@@ -53,6 +53,8 @@ class State(BaseModel):
     batches: dict[int, Batch] = {}
     samples_trained: int = 0
     samples_dropped: dict[str, int] = {}
+    drop_causes: dict[str, str] = {}
+    """Reason → the first cause."""
     duplicates: int = 0
     trained_at: float | None = None
     revisions: list[Revision] = []

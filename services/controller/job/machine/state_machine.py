@@ -27,6 +27,7 @@ its evaluated weights, for validation alone, then those that sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import assert_never
@@ -113,6 +114,8 @@ class Machine:
                 self._on_rewards_changed(event)
             case ev.PauseRequested():
                 self.state.status, self.state.reason = Status.PAUSED, event.reason or self.state.reason
+                if event.step in self.state.batches:
+                    self.state.batches[event.step].accepted = True
             case ev.ResumeRequested():
                 self._on_resume_requested(event)
             case ev.CancelRequested():
@@ -170,6 +173,9 @@ class Machine:
         if sample is None or sample.status not in ("wanted", "sampled"):
             return
         self.state.batches[event.step].move(event.group, sample, "dropped")
+        sample.reason = event.reason
+        if event.cause:
+            self.state.drop_causes.setdefault(event.reason, event.cause)
         self._count_drop(event.reason)
         if event.refill:
             self._refill(self.state.batches[event.step], event.group)
@@ -232,11 +238,15 @@ class Machine:
     def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
         """Samples keep the revision they were scored with. Unused revisions are deleted."""
         if event.number > self.rewards_number:
-            first = self.first_changed(unscored=event.unscored)
+            first = self.first_changed(unscored=event.unscored, open_steps=event.open_steps)
             before = [r for r in self.state.revisions if r.from_step < first]
             self.state.revisions = [*before, Revision(number=event.number, from_step=first, set=event.set)]
             past = [r for r in self.state.revisions if r.from_step <= self.state.version]
             self.state.revisions = [r for r in self.state.revisions if r not in past[:-1]]
+            for step in [step for step in self.state.batches if step >= first]:
+                again = self.state.batches[step].score_again()
+                left = Counter(self.state.samples_dropped) - again
+                self.state.samples_dropped = dict(left)
 
     def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
         self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
@@ -382,17 +392,19 @@ class Machine:
     def first_unopened(self) -> int:
         return self.first_changed(unscored=False)
 
-    def first_changed(self, *, unscored: bool) -> int:
+    def first_changed(self, *, unscored: bool, open_steps: bool = False) -> int:
         """First step to which a change of the rewards applies: the first not open, or one past the last version.
 
-        With `unscored`, a paused job includes its newest open steps without any scored sample; after the last step,
-        the validation that is due."""
+        With `unscored`, a paused job includes its newest open steps without any scored sample, with `open_steps` all
+        whose request is not stored; after the last step, the validation that is due."""
         state, steps = self.state, self.steps
         takes_open = unscored and state.status is Status.PAUSED
         if state.version == steps:
             return steps if takes_open and state.validated < steps else steps + 1
         first = max(state.version, *(step + 1 for step in state.batches), 0)
-        while takes_open and first - 1 in state.batches and not state.batches[first - 1].is_judged:
+        while takes_open and (batch := state.batches.get(first - 1)) is not None:
+            if batch.ready or (batch.is_judged and not open_steps):
+                break
             first -= 1
         return first
 

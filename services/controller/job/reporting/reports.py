@@ -190,6 +190,7 @@ class Reports:
             eta_s=recent * (job.machine.steps - version),
             samples_trained=state.samples_trained + batch.num_trained,
             samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
+            drop_causes=state.drop_causes,
         )
 
 
@@ -257,6 +258,7 @@ def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: SampleSco
         policy_version=sample.policy_version,
         seed=sample.seed,
         drop_reason=verdict.reason,
+        drop_cause=verdict.cause,
         media_uri=sample.media.uri,
         media_size_bytes=sample.media.size_bytes,
         media_sha256=sample.media.sha256,

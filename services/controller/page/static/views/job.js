@@ -65,7 +65,7 @@ function Loaded({ job, parts, query, reload }) {
         <p class=${`notice ${job.status === "failed" || job.status === "quarantined" ? "bad" : ""}`}>${job.reason}</p>
       `
     }
-    ${(job.warnings ?? []).map(
+    ${[...(job.warnings ?? []), job.progress.warning].filter(Boolean).map(
       (text) => html`
         <p class="notice">${text}</p>
       `,

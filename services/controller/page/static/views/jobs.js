@@ -181,8 +181,8 @@ const left = ({ status, progress }) => (!ENDED.has(status) && progress.eta_s ? `
 /** Why it waits, else what it does, else why it ended. */
 function stateWords(job) {
   if (job.waits) return job.waits;
-  if (!ENDED.has(job.status)) return phaseWords(job.progress) || job.reason;
-  return job.reason;
+  const words = ENDED.has(job.status) ? job.reason : phaseWords(job.progress) || job.reason;
+  return [words, job.progress.warning].filter(Boolean).join(" · ");
 }
 
 /** A mark where something falls while the reward rises. */

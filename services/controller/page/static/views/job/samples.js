@@ -203,7 +203,7 @@ function Card({ job, sample, by }) {
         ${
           (sample.drop_reason || sample.gated_by) &&
           html`
-            <span class="badge warn">${sample.drop_reason || `gated by ${sample.gated_by}`}</span>
+            <span class="badge warn" title=${sample.drop_cause}>${sample.drop_reason || `gated by ${sample.gated_by}`}</span>
           `
         }
       </a>

@@ -43,7 +43,7 @@ function Loaded({ job, sample: recorded, group: siblings, ...credit }) {
           ${
             sample.drop_reason
               ? html`
-                  <span class="badge bad">not trained on: ${sample.drop_reason}</span>
+                  <span class="badge bad">not trained on: ${sample.drop_reason} ${sample.drop_cause}</span>
                 `
               : sample.trained_as !== null &&
                 html`
