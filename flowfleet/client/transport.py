@@ -12,6 +12,7 @@ import httpx
 
 from flowfleet.api.answers import Answer, read
 from flowfleet.api.jobs import JobEvent
+from flowfleet.backoff import retry_after_s
 from flowfleet.client.connection import (
     AWAY,
     PAGE_SIZE,
@@ -102,6 +103,7 @@ class AsyncTransport:
     async def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
         """Sends one request; retries while a controller that answered before is unreachable."""
         for delay_s in (*RETRY_DELAYS_S, None):
+            asked_s = 0.0
             try:
                 response = await self._http.request(method, path, **parts)
             except httpx.TransportError as error:
@@ -111,8 +113,9 @@ class AsyncTransport:
                 self._reached = True
                 if response.status_code not in AWAY or delay_s is None:
                     return checked(response)
+                asked_s = retry_after_s(response.headers.get("retry-after")) or 0.0
             assert delay_s is not None
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(max(delay_s, asked_s))
         raise AssertionError("the last try returns or raises")
 
     async def _stream(self, path: str, after: str | None) -> AsyncIterator[JobEvent]:

@@ -144,8 +144,8 @@ def scored_or_dropped(spec: JobSpec, sample: common_pb2.Sample, verdict: SampleS
     step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
         may_refill = not verdict.gated_by and not verdict.given_up
-        why = {"reason": verdict.reason, "cause": verdict.cause}
-        return ev.Dropped(step=step, group=group, index=index, refill=may_refill, **why)
+        reason, cause = verdict.reason, verdict.cause
+        return ev.Dropped(step=step, group=group, index=index, reason=reason, cause=cause, refill=may_refill)
     if not abs(sample.reference_kl) <= MAX_SCORE:
         return ev.Dropped(step=step, group=group, index=index, reason=DropReason.NON_FINITE_KL)
     return ev.Scored(

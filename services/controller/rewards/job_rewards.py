@@ -59,7 +59,7 @@ class SampleScore:
     given_up: bool = False
     """There is no total because a reward failed for too long: another sample would fare the same."""
     cause: str = ""
-    """What went wrong, in words, where there is no total."""
+    """Error in words, where there is no total."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Reward → of the call that gave its score."""
 

@@ -7,13 +7,13 @@ from typing import Final
 
 import aiohttp
 
+from flowfleet.backoff import retry_after_s
 from services.reward.judge.answers import error_message
 from services.reward.judge.settings import JudgeSettings
 from services.reward.remote.http_client import Reply, connect_complaint, tls_complaint
 
 RETRIED_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 CROWDED_STATUS: Final = frozenset({429, 503})
-MAX_RETRY_AFTER_S: Final = 30.0
 _NO_LOGPROBS: Final = re.compile(
     r"(?=.*logprob)(?!.*\b(max(imum)?|at most|less|greater|range|between|above|up to|limit)\b)"
     r".*\b(not (be )?(support|allow|permit|enabled|available|implement)|un(support|expect|known|recogni))",
@@ -57,7 +57,7 @@ def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
     said = f"{url} answered {status}: {error_message(reply.body) or reply.reason}"
     if status in CROWDED_STATUS:
         hint = "settings.max_concurrency bounds the calls at a time; or give it more replicas"
-        after_s = _retry_after_s(reply)
+        after_s = retry_after_s(reply.headers.get("Retry-After"))
         return CallFailed("crowded", f"{said} ({hint})", retry=True, retry_after_s=after_s, blames_server=status == 503)
     if status in RETRIED_STATUS:
         return CallFailed("server_error", f"{said} (its log has the reason; settings.urls names it)", retry=True)
@@ -84,13 +84,6 @@ def _hint_for(body: bytes) -> str:
     if "image" in text or "multimodal" in text or "multi-modal" in text:
         return "vLLM: --limit-mm-per-prompt must allow the rubric's pictures"
     return "settings.rubric and settings.extra make the request"
-
-
-def _retry_after_s(reply: Reply) -> float | None:
-    try:
-        return min(MAX_RETRY_AFTER_S, max(0.0, float(reply.headers["Retry-After"])))
-    except (KeyError, ValueError):
-        return None
 
 
 def of_transport(url: str, settings: JudgeSettings, error: aiohttp.ClientError) -> CallFailed:

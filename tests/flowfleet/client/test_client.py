@@ -253,3 +253,15 @@ def test_a_controller_behind_a_forwarded_port_does_not_see_our_files() -> None:
     assert client(filesystem_id()).same_files
     assert not client("another").same_files
     assert not Client("https://fleet.example").same_files
+
+
+def test_the_pace_that_a_controller_asks_for_is_kept() -> None:
+    times: list[float] = []
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        times.append(time.monotonic())
+        away = len(times) == 1
+        return httpx.Response(503 if away else 200, headers={"Retry-After": "0.6"}, json={"items": []})
+
+    assert list(Client(transport=httpx.MockTransport(answer)).jobs()) == []
+    assert times[1] - times[0] >= 0.6  # its own first delay is 0.2

@@ -8,8 +8,11 @@ import json
 import pickle
 import re
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +21,10 @@ import trustme
 
 from flowfleet.errors import Unavailable
 from flowfleet.rewards.requests import EncodedSample
+from services.reward.remote import http_client
 from services.reward.scorer import Outcome, Problem, Score
 from services.reward.scorers import http as http_scorer
-from services.reward.scorers.http import HttpScorer
+from services.reward.scorers.http import HttpScorer, HttpSettings
 from services.reward.scorers.http.shapes import SHAPES
 from tests.services.reward.web_server import Answer, Asked, WebServer, web_server
 from tests.waiting import until
@@ -162,6 +166,27 @@ async def test_what_fails_for_now_is_asked_again() -> None:
         return await by_index(asked) if status == 200 else (status, b"wait")
 
     assert await ask(answer) == [Score(0.0), Score(0.1), Score(0.2)]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("in_date", [False, True])
+async def test_the_pace_that_a_server_asks_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch, status: int, in_date: bool
+) -> None:
+    times: list[float] = []
+
+    async def post(*_: object) -> http_client.Reply:
+        times.append(time.monotonic())
+        at = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: at least 1
+        headers = {"Retry-After": at if in_date else "1"}
+        return http_client.Reply(status if len(times) == 1 else 200, "", headers, b'{"scores": [0.5]}')
+
+    monkeypatch.setattr(http_client, "post", post)
+    scorer = HttpScorer(HttpSettings(url="http://127.0.0.1:1/score", pause_s=0.01))
+    await scorer.start()
+    assert await scorer.score(samples(1), ()) == [Score(0.5)]
+    await scorer.close()
+    assert times[1] - times[0] >= 1.0
 
 
 async def test_retries_are_bounded_by_their_budget() -> None:

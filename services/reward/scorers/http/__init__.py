@@ -2,9 +2,9 @@
 
 The samples of a call are asked in requests of `batch_size`, at most `concurrency` of them under way, over pooled
 connections; media go as the bytes they came in. A request that fails for now (no connection, silence, status 408, 429,
-5xx) is asked again after a random pause, while the budget of retries lasts. The answer to a sample is its score, or a
-Problem that names the URL and the setting to change. Where the server fails on any request, the call is UNAVAILABLE,
-and the scores that it got are kept until it is asked again.
+5xx) is asked again after a random pause and what Retry-After asks for, while the budget of retries lasts. The answer to
+a sample is its score, or a Problem that names the URL and the setting to change. Where the server fails on any request,
+the call is UNAVAILABLE, and the scores that it got are kept until it is asked again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import aiohttp
 from pydantic import Field, field_validator
 from yarl import URL
 
+from flowfleet.backoff import retry_after_s
 from flowfleet.errors import Unavailable
 from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
@@ -166,7 +167,8 @@ class HttpScorer(AsyncScorer[Params]):
                     log.warning("%s", failed)
                     return [Problem(failed.reason, str(failed))] * len(samples)
                 log.info("retrying: %s", failed)
-                await asyncio.sleep(retry_s(attempt, self._settings.pause_s, MAX_PAUSE_S, None, self._draw))
+                asked_s = failed.retry_after_s
+                await asyncio.sleep(retry_s(attempt, self._settings.pause_s, MAX_PAUSE_S, asked_s, self._draw))
         raise AssertionError("the last attempt returns")
 
     async def _request(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
@@ -186,7 +188,8 @@ class HttpScorer(AsyncScorer[Params]):
                 raise self._failed(f"answered {error}: is settings.url the reward's?") from None
         if reply.status != 200:
             reason = REFUSED if reply.status in BLAMES_REQUEST else SERVER_FAILED
-            raise self._failed(_status(reply), again=reply.status in RETRIED, reason=reason)
+            asked_s = retry_after_s(reply.headers.get("Retry-After"))
+            raise self._failed(_status(reply), again=reply.status in RETRIED, reason=reason, asked_s=asked_s)
         return self._read(reply.body, len(samples))
 
     def _read(self, answer: bytes, number: int) -> list[Outcome]:
@@ -207,17 +210,21 @@ class HttpScorer(AsyncScorer[Params]):
             for outcome in outcomes
         ]
 
-    def _failed(self, why: str, again: bool = False, reason: str = SERVER_FAILED) -> _Failed:
-        return _Failed(f"settings.url {self._settings.url} {why}", again, reason)
+    def _failed(
+        self, why: str, again: bool = False, reason: str = SERVER_FAILED, asked_s: float | None = None
+    ) -> _Failed:
+        return _Failed(f"settings.url {self._settings.url} {why}", again, reason, asked_s)
 
 
 class _Failed(Exception):
-    """A request without an answer to use; `again`: the same may work later; `reason`: of the samples' problems."""
+    """A request without an answer to use; `again`: the same may work later, after what the server asked for; `reason`:
+    of the samples' problems."""
 
-    def __init__(self, message: str, again: bool, reason: str) -> None:
+    def __init__(self, message: str, again: bool, reason: str, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.again = again
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 def _key(sample: EncodedSample, params: Params) -> bytes:
