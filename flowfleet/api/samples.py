@@ -45,7 +45,7 @@ class Sample(Answer):
     drop_reason: str = ""
     """Why the sample was not trained on; empty when it was."""
     drop_cause: str = ""
-    """What went wrong, in words; empty where the reason says all."""
+    """Error in words; empty where the reason says all."""
     media_type: str = "image/png"
     replica: str = ""
     """Replica that made it."""

@@ -55,5 +55,6 @@ def choice(name: str, known: Mapping[str, Any]) -> str:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name!r} is not one of {', '.join(sorted(known))}{hint}")
+        plugins = "a plugin can add others (docs/extending.md)"
+        raise ValueError(f"{name!r} is not one of {', '.join(sorted(known))}{hint}; {plugins}")
     return name

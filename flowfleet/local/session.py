@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import grpc
+
 from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local import secrets
@@ -22,6 +24,7 @@ from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.health import PROBE_TIMEOUT_S, grpc_serves
 from flowfleet.local.supervision.supervisor import Supervisor
 from flowfleet.process.proxies import direct_to_loopback
 from flowfleet.process.service import API_KEY
@@ -119,6 +122,24 @@ def stop_stack(state: StateDir) -> bool:
             raise StackError(f"the supervisor (pid {supervisor}) does not stop; its log is {state.log('supervisor')}")
         time.sleep(POLL_S)
     return True
+
+
+def restart_process(state: StateDir, name: str, timeout_s: float) -> int:
+    """Ends one process of a stack, which the supervisor starts again, and returns its new pid once it serves. Raises
+    StackError."""
+    before, deadline = state.read(), time.monotonic() + timeout_s
+    if before is None:
+        raise StackError(f"no stack runs in {state.path}: in a cluster restart the Deployment of the service")
+    if name not in before.processes:
+        raise StackError(f"the stack has no {name}; it has {', '.join(sorted(before.processes))}")
+    os.kill(before.processes[name].pid, signal.SIGTERM)
+    while (now := state.read()) is not None and time.monotonic() < deadline:
+        process = now.processes[name]
+        with contextlib.suppress(grpc.RpcError):
+            if process.pid != before.processes[name].pid and grpc_serves(process.address, PROBE_TIMEOUT_S):
+                return process.pid
+        time.sleep(POLL_S)
+    raise StackError(f"{name} does not serve again; the end of {state.log(name)}:\n{state.log_tail(name)}")
 
 
 def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[str]:

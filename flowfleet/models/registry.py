@@ -163,7 +163,10 @@ def family_of(path: str | Path) -> ModelFamily:
     plugins.load()
     name = _class_of(hub.configurations(path))
     if name not in FAMILIES:
-        raise ValueError(f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}")
+        raise ValueError(
+            f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}, or "
+            "install a plugin that registers it (docs/extending.md)"
+        )
     return FAMILIES[name]
 
 

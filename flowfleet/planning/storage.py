@@ -29,7 +29,7 @@ PICTURE_SHARE, VIDEO_SHARE = 0.6, 0.1
 KEY_BYTES: Final = 200
 """A blob's key and its place in Redis."""
 HEADER_BYTES: Final = 600
-"""What a trajectory's blob has besides latents."""
+"""Bytes of a trajectory's blob besides latents."""
 HELD_BYTES, RECORD_BYTES = 1800, 900
 """References of a sample that may be trained on again, and what people see of one, in Redis."""
 MAX_RECORDS: Final = 100_000

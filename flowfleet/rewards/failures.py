@@ -5,6 +5,7 @@ The controller asks rewards for scores, the trainer for gradients.
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 import grpc
@@ -22,6 +23,12 @@ PERMANENT: Final = frozenset(
 )
 """The same call fails again until somebody changes something."""
 
+_TRANSPORT: Final = re.compile(
+    r"^(?!settings\.).*\b(?:connect\w*|refused|socket|goaway|cancelling all|dns|resol\w+|stream removed|keepalive|ping|"
+    r"broken pipe|end of|http\d?|recvmsg|no message|reset|closed|shutdown)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Words of gRPC itself about a service that it does not reach; others are the service's own."""
 _SETTING = "the controller's --reward, in a cluster the chart's rewards"
 
 
@@ -93,6 +100,8 @@ def _what(error: grpc.aio.AioRpcError, deadline_s: float | None, caller: Caller)
     match code := error.code():
         case _CODE.UNAVAILABLE if "TLS" in details or "certificate" in details:
             return f"cannot be reached: {details}"
+        case _CODE.UNAVAILABLE if not _TRANSPORT.search(details):
+            return f"gives nothing now: {details}"
         case _CODE.UNAVAILABLE:
             return f"cannot be reached ({details}): start it, or correct its address ({_SETTING})"
         case _CODE.DEADLINE_EXCEEDED:

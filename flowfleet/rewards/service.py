@@ -66,7 +66,7 @@ _MODALITIES: Final = {
     "text": (MODALITY_TEXT, (TEXT_TYPE,)),
 }
 
-Scored = float | tuple[float, Mapping[str, float]]
+Scored = float | tuple[float, Mapping[str, float]] | Mapping[str, float]
 """A score, or a score and its components by name."""
 
 log = logging.getLogger(__name__)
@@ -368,7 +368,12 @@ def answer(sample_id: str, outcome: Scored | Exception, components: Sequence[str
     try:
         if isinstance(outcome, Exception):
             raise outcome
-        score, parts = outcome if isinstance(outcome, tuple) else (outcome, {})
+        score: Any
+        parts: Mapping[str, float]
+        if isinstance(outcome, Mapping):
+            score, parts = outcome.get("score"), {name: part for name, part in outcome.items() if name != "score"}
+        else:
+            score, parts = outcome if isinstance(outcome, tuple) else (outcome, {})
         named = {"the score": _number("the score", score)}
         named |= {name: _number(f"component {name}", value) for name, value in parts.items()}
         if strange := [name for name in parts if name not in components]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +19,12 @@ from flowfleet.cli.views import table
 from flowfleet.client import Client
 from flowfleet.client.progress import number
 from flowfleet.job.setting_files import put
+from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
 from flowfleet.text_files import JSON
 
 WAIT_S = 600.0
+RELOAD_S = 120.0
+"""Time that a reward has to serve again."""
 
 
 class ShowGroup(typer.core.TyperGroup):
@@ -102,6 +106,20 @@ def remove(
 ) -> None:
     """Ask a reward or a shadow no more."""
     _change(job_id, url, ca, wait, json_, remove=[name])
+
+
+@app.command()
+def reload(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Reward of `flowfleet up`, as in --reward NAME=…")],
+    state_dir: Annotated[Path, typer.Option(help="Directory of the stack.")] = DEFAULT_STATE_DIR,
+    json_: Json = False,
+) -> None:
+    """Start a reward of this machine's stack again, with its files as they are now."""
+    from flowfleet.local.session import restart_process
+
+    pid = restart_process(StateDir(state_dir), f"reward-{name}", RELOAD_S)
+    said = f"reward-{name} serves again (pid {pid}); `rewards set ID {name} --open-steps` scores open steps again"
+    tell({"pid": pid}, json_, lambda: out.print(said, highlight=False))
 
 
 def _change(job_id: str, url: str | None, ca: Any, wait: bool, json_: bool, **change: Any) -> None:

@@ -29,10 +29,15 @@ def _asked(process: ProcessPlan, plan: Plan, path: str, timeout_s: float) -> boo
                 return bool(client.ping())
         if process.kind is Kind.CONTROLLER:
             return httpx.get(f"{plan.url}{path}", timeout=timeout_s, trust_env=False).status_code == httpx.codes.OK
-        with grpc.insecure_channel(process.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return grpc_serves(process.address, timeout_s)
     except redis.ResponseError as error:
         return not str(error).startswith("BUSY")  # full, or its disk is: others say so. Busy is a script without an end
     except (redis.RedisError, httpx.HTTPError, grpc.RpcError):
         return False
+
+
+def grpc_serves(address: str, timeout_s: float) -> bool:
+    """Returns True if a service takes work. Raises grpc.RpcError where it does not answer."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

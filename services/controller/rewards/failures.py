@@ -45,8 +45,9 @@ def why_failed(name: str, failure: RewardFailure, waited_s: float | None, is_awa
     of_what = "" if is_away else " on the same samples, while others were scored"
     waited = "" if waited_s is None else f" It failed for timeouts.rewards_s = {waited_s:g} s{of_what}."
     return (
-        f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right, then '
-        "resume the job; its samples are kept and asked for again"
+        f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right (a file of '
+        f"`flowfleet up`: `flowfleet rewards reload {name}`), then resume the job; its samples are kept and "
+        "asked for again"
     )
 
 

@@ -130,7 +130,7 @@ class Evaluator(Generic[Params]):
         try:
             return self._checked(unit, params)
         except Exception as error:
-            text = f"scorer {self.scorer.name} failed on this sample: {type(error).__name__}"
+            text = f"scorer {self.scorer.name} raised {type(error).__name__}"
             return [Problem(FAILED, text)] * len(unit)
 
     def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
@@ -145,7 +145,7 @@ def unless_all_failed(name: str, outcomes: Sequence[Outcome | GradientOutcome]) 
     failed = sum(isinstance(outcome, Problem) and outcome.reason in (FAILED, DIED) for outcome in outcomes)
     if failed > 1 and not any(isinstance(outcome, Score | ScoreGradient) for outcome in outcomes):
         first = next(one.message for one in outcomes if isinstance(one, Problem) and one.reason in (FAILED, DIED))
-        raise Unavailable(f"scorer {name} failed on all {failed} samples; its log has the reason. The first: {first}")
+        raise Unavailable(f"{first} on all {failed} samples; the log of scorer {name} has more")
 
 
 def finite(outcome: Outcome) -> Outcome:

@@ -29,7 +29,7 @@ ELSEWHERE = {
     "check-reward",
     "check-model",
     "plan",
-} | {f"rewards {name}" for name in ("shadow", "promote", "remove")}
+} | {f"rewards {name}" for name in ("shadow", "promote", "reload", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""
 
 Run = Callable[..., Result]

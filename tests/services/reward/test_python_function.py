@@ -242,3 +242,11 @@ async def test_as_a_service_it_has_a_process_of_its_own_and_logs_what_is_printed
         assert given["a"].score != service.process.pid
         assert service.metric("flowfleet_reward_processes", scorer="length") == 1
         assert "pid of (8, 4)" in service.log.read_text()
+
+
+@pytest.mark.parametrize("given", ['(0.5, {"red": 1, "other": 2})', '{"score": 0.5, "red": 1}'])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_both_conventions_of_a_score_with_components(folder: Path, given: str, batch: int) -> None:
+    body = f"[{given}] * len(prompt)" if batch > 1 else given
+    (folder / "my_reward_functions.py").write_text(f"def one(media, prompt, metadata):\n    return {body}\n")
+    assert ask(made(folder, batch=batch, components=["red"]), "a", "b") == [Score(0.5, {"red": 1.0})] * 2

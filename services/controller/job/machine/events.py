@@ -82,7 +82,7 @@ class Dropped(_Event):
     index: int
     reason: str
     cause: str = ""
-    """What went wrong, in words; empty where the reason says all."""
+    """Error in words; empty where the reason says all."""
     refill: bool = True
     """Allows another sample in its place."""
 
@@ -171,7 +171,7 @@ class RewardsChanged(_Event):
     """Open steps of which no sample is scored have it too: the job is paused, and nothing is being scored. False in
     ledgers from before that could be."""
     open_steps: bool = False
-    """All open steps have it whose request is not stored yet: their samples are scored again."""
+    """Open steps whose request is not stored yet have it as well: their samples are scored again."""
 
 
 class StepsChanged(_Event):

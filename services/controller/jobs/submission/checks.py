@@ -100,7 +100,10 @@ def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
     for name, part in spec.rewards.items():
         if (service := part.service_of(name)) not in directory.rewards:
             setting = f"rewards.{name}" + (f".service = {service!r}" if part.service else "")
-            yield f"{setting}: this controller has no such reward service; it has: {known}"
+            yield (
+                f"{setting}: this controller has no such reward service; it has: {known}; add one by `flowfleet up "
+                f"--reward {service}=FILE.py:FUNCTION`, the controller's --reward, or the chart's rewards"
+            )
     pools = directory.pools
     if pools is not None and spec.rollout.pool in spec.pools and spec.rollout.pool not in pools:
         known = ", ".join(sorted(pools)) or "none"

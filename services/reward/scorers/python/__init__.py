@@ -199,12 +199,19 @@ class PythonFunction(Scorer[Params]):
         return list(given)
 
     def _outcome(self, result: Any) -> Outcome:
-        numbers = result if isinstance(result, Mapping) else {"score": result}
+        numbers = as_mapping(result)
         try:
             value, components = numbers_of(numbers, self.components)
         except ValueError as error:
             return Problem("not_a_number", f"{self._settings.function} gave {error}")
         return Score(value, components)
+
+
+def as_mapping(result: Any) -> Mapping[str, Any]:
+    """Names what a function gave: it may give `(score, components)`, as a served reward does, or a mapping."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return {**result[1], "score": result[0]}
+    return result if isinstance(result, Mapping) else {"score": result}
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunction:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.execution.evaluator import FAILED
 from services.reward.scorer import GradientOutcome, Outcome, Problem, ProcessLimits, Sample, Score, ScoreGradient
-from services.reward.scorers.python import Params, PythonFunction, PythonSettings
+from services.reward.scorers.python import Params, PythonFunction, PythonSettings, as_mapping
 
 
 class DifferentiableFunction(PythonFunction):
@@ -89,7 +89,7 @@ class DifferentiableFunction(PythonFunction):
         """`score` and the components, each (B,), or why the function's result is not that."""
         prompts, metadata = [sample.prompt for sample in samples], [dict(sample.metadata) for sample in samples]
         result = self._function(pixels, prompts, metadata, **params)
-        given = result if isinstance(result, Mapping) else {"score": result}
+        given = as_mapping(result)
         if "score" not in given:
             return self._unfit(f"gave a mapping of {', '.join(map(str, given)) or 'nothing'}: name the scores `score`")
         kept = {name: given[name] for name in ("score", *self.components) if name in given}
