@@ -211,9 +211,9 @@ def retention() -> str:
     return fleet_key("jobs", "held")
 
 
-def orphans() -> str:
-    """Hash: job whose folder is left → seconds that controllers have seen it without the job."""
-    return fleet_key("jobs", "orphans")
+def removed() -> str:
+    """Hash: removed job → seconds that controllers have seen its folder without it."""
+    return fleet_key("jobs", "removed")
 
 
 def idempotency(key: str) -> str:

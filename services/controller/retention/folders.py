@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 log = logging.getLogger(__name__)
 
 JOBS = "jobs"
+_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Folders:
@@ -23,9 +25,9 @@ class Folders:
         )
 
     def job_ids(self) -> set[str]:
-        """Jobs that have a folder."""
-        with contextlib.suppress(FileNotFoundError):
-            return {entry.name for entry in os.scandir(self._root / JOBS) if entry.is_dir(follow_symlinks=False)}
+        """Jobs that have a folder, those of other fleets too. A folder of another name is no job's."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root / JOBS) as entries:
+            return {one.name for one in entries if one.is_dir(follow_symlinks=False) and _JOB_ID.fullmatch(one.name)}
         return set()
 
     def remove(self, job_id: str) -> None:

@@ -32,7 +32,8 @@ class Keep(BaseModel):
     """Most GiB of Redis that the histories of ended jobs take together; never more than half of what submits may
     fill."""
     folder_days: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Days that a removed job's folder (checkpoints, models, logs) stays. Unset: until somebody removes it."""
+    """Days that the folder (checkpoints, models, logs) of a job that this Redis removed stays. Unset: until somebody
+    removes it."""
     refuse_above: float = Field(default=0.8, gt=0.0, le=1.0)
     """Share of Redis's memory above which submits are refused."""
     pause_above: float = Field(default=0.9, gt=0.0, le=1.0)

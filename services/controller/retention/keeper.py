@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,7 +119,9 @@ class Keeper:
             if self._uploads is not None and not held:
                 await self._sweep(self._uploads)
             if self._folders is not None:
-                await self._sweep_folders(self._folders, 0.0 if passed == float("inf") else SWEEP_EVERY_S)
+                if not held:
+                    await self._sweep_folders(self._folders, 0.0 if passed == float("inf") else SWEEP_EVERY_S)
+                await asyncio.to_thread(self._folders.measure)
 
     async def _due(self, jobs: list[EndedJob], now: float, held: str) -> dict[str, str]:
         """Jobs to remove, and why. While removals by limits are held only what was deleted goes."""
@@ -156,18 +159,14 @@ class Keeper:
         return True
 
     async def _sweep_folders(self, folders: Folders, passed: float) -> None:
-        """Measures, and removes folders whose job went long ago. `passed`: seconds since the last look."""
-        if self._keep.folder_days is not None:
-            left = await asyncio.to_thread(folders.job_ids) - set(await self._store.removal.known())
-            ages = await self._store.removal.age_orphans(left - await self._store.removal.named_jobs(), passed)
-            for job_id in [one for one, age in ages.items() if age > self._keep.folder_days * DAY_S]:
-                log.info(
-                    "keeper removed a job's folder: its job went %g days ago",
-                    self._keep.folder_days,
-                    extra={"job": job_id},
-                )
+        """Ages and removes folders of jobs that this Redis removed. `passed`: seconds since the last look."""
+        if there := await asyncio.to_thread(folders.job_ids):  # none: the volume may not be mounted
+            in_use = await self._store.removal.named_jobs() | set(await self._store.removal.known())
+            ages = await self._store.removal.age_folders(there, in_use, passed)
+            days = math.inf if self._keep.folder_days is None else self._keep.folder_days
+            for job_id in [one for one, age in ages.items() if age > days * DAY_S]:
+                log.info("keeper removed a job's folder: its job went %g days ago", days, extra={"job": job_id})
                 await asyncio.to_thread(folders.remove, job_id)
-        await asyncio.to_thread(folders.measure)
 
     async def _measure(self, jobs: list[EndedJob]) -> None:
         known, self._sizes = self._sizes, {}

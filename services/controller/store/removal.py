@@ -88,16 +88,17 @@ class Removal:
         """Lists the jobs that are not removed."""
         return [job_id.decode() for job_id in await self._redis.zrange(keys.jobs(), 0, -1)]
 
-    async def age_orphans(self, job_ids: Collection[str], seconds: float) -> dict[str, float]:
-        """Adds to how long folders of these removed jobs have been seen, and forgets all others. No clock that jumps
-        makes them older."""
-        before = await self._redis.hgetall(keys.orphans())
-        ages = {job_id: float(before.get(job_id.encode(), 0.0)) + seconds for job_id in job_ids}
+    async def age_folders(self, folders: Collection[str], in_use: Collection[str], seconds: float) -> dict[str, float]:
+        """Adds to how long folders of jobs that this Redis has removed have been seen unused, and forgets those that
+        are gone. No clock that jumps makes them older; a folder of another Redis's job has no age."""
+        before = await self._redis.hgetall(keys.removed())
+        there = {job_id: float(age) for job_id, age in before.items() if job_id.decode() in folders}
+        ages = {name.decode(): 0.0 if name.decode() in in_use else age + seconds for name, age in there.items()}
 
         def put(pipe: Pipe) -> None:
-            pipe.delete(keys.orphans())
+            pipe.delete(keys.removed())
             if ages:
-                pipe.hset(keys.orphans(), mapping=ages)
+                pipe.hset(keys.removed(), mapping=ages)
 
         await self._link.write(put)
         return ages
@@ -162,6 +163,7 @@ class Removal:
             pipe.delete(name)
             for index in (keys.jobs(), *map(keys.jobs_with_status, _TERMINAL)):
                 pipe.zrem(index, job_id)
+            pipe.hset(keys.removed(), job_id, 0.0)
             leave(pipe, job_id, now)
             notice(pipe, job_id)
             if left_ms > 0:

@@ -16,8 +16,9 @@ from flowfleet.errors import NotFound
 from flowfleet.redis import keys
 from services.controller.prompts.uploads import SWEEP_EVERY_S
 from services.controller.retention.folders import Folders
-from services.controller.retention.keep import DAY_S, Keep
+from services.controller.retention.keep import DAY_S, MAX_SKEW_S, Keep
 from services.controller.retention.keeper import Keeper
+from services.controller.store.records import new_job_id
 from services.controller.store.store import Store
 from tests.services.controller.conftest import Api
 from tests.services.controller.retention.conftest import Clock, spec
@@ -81,9 +82,11 @@ async def test_files_that_another_job_starts_from_stay_until_it_has_ended(
 async def test_folders_of_removed_jobs_go_after_the_days_that_controllers_have_seen_them(
     store: Store, blobs: BlobStore, clock: Clock, tmp_path: Path
 ) -> None:
-    kept = await ended_job(store)
-    folders = [with_files(tmp_path, job_id) for job_id in (kept, "0-removed-long-ago")]
-    places, keep = Folders(tmp_path, CollectorRegistry()), Keep(folder_days=2 * SWEEP_EVERY_S / DAY_S)
+    kept, gone = await ended_job(store), await ended_job(store)
+    await store.removal.remove(gone, "was deleted")
+    folders = [with_files(tmp_path, job_id) for job_id in (kept, gone)]
+    places = Folders(tmp_path, CollectorRegistry())
+    keep = Keep(days=1e6, folder_days=2 * SWEEP_EVERY_S / DAY_S)
     for _ in range(5):  # controllers that start again and again have seen it for no time
         await Keeper(store, blobs, keep, folders=places, clock=clock).look()
     keeper = Keeper(store, blobs, keep, folders=places, clock=clock)
@@ -94,6 +97,43 @@ async def test_folders_of_removed_jobs_go_after_the_days_that_controllers_have_s
     clock.now += SWEEP_EVERY_S
     await keeper.look()
     assert [folder.exists() for folder in folders] == [True, False]
+
+
+@pytest.mark.parametrize("name", [".snapshot", "lost+found", "backup", "*", new_job_id()])
+async def test_a_folder_stays_that_is_not_of_a_job_that_this_redis_removed(
+    store: Store, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path, name: str
+) -> None:
+    """Those that are no job's, and those of a fleet whose Redis is another, or was lost."""
+    folder, keep = with_files(tmp_path, name), Keep(folder_days=SWEEP_EVERY_S / DAY_S)
+    other = tmp_path / "trainers/other.port"
+    other.write_text("x")
+    if name == "*":
+        await redis.hset(keys.removed(), name, 1e9)
+    keeper = Keeper(store, blobs, keep, folders=Folders(tmp_path, CollectorRegistry()), clock=clock)
+    for _ in range(5):
+        await keeper.look()
+        clock.now += SWEEP_EVERY_S
+    assert folder.exists()
+    assert other.exists()
+
+
+async def test_folders_stay_while_retention_is_held(
+    store: Store, blobs: BlobStore, clock: Clock, tmp_path: Path
+) -> None:
+    gone, off_s = await ended_job(store), [2 * MAX_SKEW_S]
+    await store.removal.remove(gone, "was deleted")
+    folder, keep = with_files(tmp_path, gone), Keep(folder_days=SWEEP_EVERY_S / DAY_S)
+    places = Folders(tmp_path, CollectorRegistry())
+    keeper = Keeper(store, blobs, keep, folders=places, clock=lambda: clock.now + off_s[0])
+    for _ in range(5):
+        await keeper.look()
+        clock.now += SWEEP_EVERY_S
+    assert folder.exists()
+    off_s[0] = 0.0
+    for _ in range(3):
+        await keeper.look()
+        clock.now += SWEEP_EVERY_S
+    assert not folder.exists()
 
 
 async def test_without_a_limit_folders_stay(store: Store, blobs: BlobStore, clock: Clock, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ async def test_a_deleted_job_leaves_nothing_but_its_tombstone(
     keeper = Keeper(store, blobs, Keep(), clock=clock)
     await keeper.look()
     left = await all_keys(redis) - before
-    fleet = (keys.idempotency("key"), keys.tombstone(job_id), keys.leftovers(), keys.notices())
+    fleet = (keys.idempotency("key"), keys.tombstone(job_id), keys.leftovers(), keys.notices(), keys.removed())
     assert left == {name.encode() for name in fleet}
     assert 0 < await redis.pttl(keys.tombstone(job_id)) <= await redis.pttl(keys.idempotency("key")) + 1000
     for ask in (store.jobs.get, store.jobs.status):
@@ -346,7 +346,8 @@ async def test_a_controller_that_dies_in_between_is_continued(
     await store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     await store.removal.remove(job_id, "was deleted")  # and nothing after that
     await Keeper(store, blobs, Keep(), clock=clock).look()
-    assert await all_keys(redis) - before == {keys.leftovers().encode(), keys.notices().encode()}
+    left = {name.encode() for name in (keys.leftovers(), keys.notices(), keys.removed())}
+    assert await all_keys(redis) - before == left
 
 
 async def test_a_job_that_ends_during_a_look_is_read_by_the_next(
