@@ -6,8 +6,10 @@ bases, which no later check sees.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ _READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 _WHOLE_BYTES: Final = 2**26
 _STRIDE, _PIECE = 2**20, 2**12
 _READERS: Final = 8
+_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def inputs_of(spec: JobSpec) -> dict[str, str]:
@@ -37,16 +40,16 @@ def fingerprint(path: str | Path) -> str:
     """Digest of the names, sizes and contents of a folder's files, or of a file; "" where nothing is there.
 
     A file above 64 MiB is read in 4 KiB of each MiB, so that a checkpoint of 40 GB takes seconds: weights that were
-    trained on, rounded or replaced differ nearly everywhere. Times and places do not count, so copies are equal.
+    trained on, rounded or replaced differ nearly everywhere. Times and places do not count, so copies are equal. Links
+    to nothing are absent; of a file that cannot be read only the name counts, and who loads it says so.
     """
     root = Path(path)
-    files = sorted(_files(root)) if root.is_dir() else [root] if root.is_file() else []
-    if not files:
-        return ""
+    files = sorted(_files(root)) if os.path.isdir(root) else [root]
     with ThreadPoolExecutor(_READERS, "fingerprint") as pool:
         digests = pool.map(_digest, files)
-        lines = [f"{file.relative_to(root)} {digest}" for file, digest in zip(files, digests, strict=True)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        known = [(file, digest) for file, digest in zip(files, digests, strict=True) if digest]
+    lines = [f"{file.relative_to(root)} {digest}" for file, digest in known]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest() if lines else ""
 
 
 def fingerprints(spec: JobSpec) -> dict[str, str]:
@@ -78,6 +81,14 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _digest(file: Path) -> str:
+    """Digest of a file's size and content; "" where none is there."""
+    try:
+        return _content(file) if stat.S_ISREG(file.stat().st_mode) else ""
+    except OSError as error:
+        return "" if error.errno in _ABSENT else "unreadable"
+
+
+def _content(file: Path) -> str:
     found = hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,43 @@ def test_times_places_links_and_what_nobody_loads_do_not_count(model: Path, tmp_
     (copy / "transformer").symlink_to(tmp_path / "elsewhere")
     (copy / "round").symlink_to(copy)
     assert fingerprint(model) == fingerprint(copy) == before
+
+
+EXTRAS: dict[str, Callable[[Path], object]] = {
+    "a link to nothing": lambda place: place.symlink_to("nowhere"),
+    "a link to itself": lambda place: place.symlink_to(place),
+    "a link below a file": lambda place: place.symlink_to("model_index.json/more"),
+    "a pipe, which nobody writes to": os.mkfifo,
+    "a folder of that name": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_what_is_no_file_is_absent(name: str, model: Path, tmp_path: Path) -> None:
+    before = fingerprint(model)
+    EXTRAS[name](model / "extra.json")
+    assert fingerprint(model) == before
+    EXTRAS[name](tmp_path / "alone.json")
+    assert fingerprint(tmp_path / "alone.json") == ""
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_of_an_unreadable_file_the_name_counts(
+    call: str, code: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors as a file of another user's, or of a server that lost it, gives them: tests may run as root."""
+    without, extra, real = fingerprint(model), model / "extra.json", getattr(Path, call)
+    extra.write_text("{}")
+
+    def refusing(path: Path, *args: Any, **options: Any) -> Any:
+        if path == extra:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **options)
+
+    readable = fingerprint(model)
+    monkeypatch.setattr(Path, call, refusing)
+    assert fingerprint(model) == fingerprint(model) not in ("", without, readable)
 
 
 def test_a_large_file_is_read_in_parts_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
