@@ -123,6 +123,10 @@ class Jobs:
             before, was_reason, started = await pipe.hmget(keys.job(job_id), "status", "reason", "started_at")
             previous = JobStatus(_present(job_id, before))
             if (previous, was_reason.decode()) == (status, reason):
+                if hold:  # the user resumed it too early
+                    pipe.multi()
+                    await self.hold(job_id, pipe)
+                    notice(pipe, job_id)
                 return False
             if previous.terminal:
                 raise Conflict(f"job {job_id} has ended as {previous}: it cannot become {status}")

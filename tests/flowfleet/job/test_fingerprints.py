@@ -62,7 +62,7 @@ EXTRAS: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda place: place.symlink_to("nowhere"),
     "a link to itself": lambda place: place.symlink_to(place),
     "a link below a file": lambda place: place.symlink_to("model_index.json/more"),
-    "a pipe, which nobody writes to": os.mkfifo,
+    "a pipe that has no writer": os.mkfifo,
     "a folder of that name": Path.mkdir,
 }
 

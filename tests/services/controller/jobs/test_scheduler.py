@@ -12,14 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from flowfleet.api.jobs import JobStatus
+from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.errors import Unavailable
 from flowfleet.job.spec import RolloutPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller import concurrency
 from services.controller.jobs import scheduler
-from services.controller.jobs.scheduler import JobScheduler
+from services.controller.jobs.scheduler import JobScheduler, Unopened
 from services.controller.platforms import launcher
 from services.controller.platforms.launcher import stopped
 from services.controller.platforms.local.directory import StaticDirectory
@@ -42,10 +42,12 @@ class WaitingRunner(JobScheduler):
     crashes = 0
     error: Exception = RuntimeError("a bug of ours")
     lasts_s = 0.0
+    opens = True
 
     async def _drive(self, record: JobRecord) -> None:
         self.order.append(record.id)
-        await self._store.jobs.set_status(record.id, JobStatus.RUNNING)
+        if self.opens:
+            await self._store.jobs.set_status(record.id, JobStatus.RUNNING)
         if self.crashes:
             self.crashes -= 1
             await asyncio.sleep(self.lasts_s)
@@ -193,6 +195,23 @@ async def test_data_that_stay_unreadable_pause_the_job_with_their_reason(redis_u
         reason = (await store.jobs.get(job.id)).reason
         assert reason == "s3://b/t.txt: prompts cannot be read: SlowDown; then `flowfleet resume` the job"
         await store.jobs.request(job.id, "resume")
+        await reached(store, job.id, JobStatus.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_who_resumes_before_the_data_are_there_has_the_job_paused_again(redis_url: str, tmp_path: Path) -> None:
+    async with with_runner(redis_url, tmp_path) as (runner, store):
+        runner.opens, runner.crashes, runner.error = False, 1, Unopened("/data/t.txt: is not there")
+        runner.gate.set()
+        job, _ = await store.jobs.create(SPEC)
+        await runner.start()
+        for opened in (1, 2, 3):
+            while len(runner.order) < opened or (await store.jobs.get(job.id)).desired is not Desired.PAUSED:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert len(runner.order) == opened
+            runner.crashes = 3 - opened
+            await store.jobs.request(job.id, "resume")
         await reached(store, job.id, JobStatus.SUCCEEDED)
 
 
