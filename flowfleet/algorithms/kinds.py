@@ -68,6 +68,11 @@ OBJECTIVES = "services.trainer.step.objectives"
 
 def register_kind(kind: Kind) -> None:
     """Raises ValueError for a name that is taken."""
-    if kind.name in KINDS:
-        raise ValueError(f"a kind of losses named {kind.name} is registered already")
-    KINDS[kind.name] = kind
+    add(kind, KINDS, "a kind of losses")
+
+
+def add(entry: Any, known: dict[str, Any], what: str) -> None:
+    """Registers an entry under its name. Raises ValueError for one that is taken."""
+    if entry.name in known:
+        raise ValueError(f"{what} named {entry.name} is registered already")
+    known[entry.name] = entry

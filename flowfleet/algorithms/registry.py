@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from flowfleet.algorithms import settings
-from flowfleet.algorithms.kinds import KINDS, Kind, imported
+from flowfleet.algorithms.kinds import KINDS, Kind, add, imported
 from flowfleet.algorithms.settings import LossSettings
 
 
@@ -126,27 +126,21 @@ ALGORITHMS: dict[str, Algorithm] = {}
 
 def register_step(step: Step) -> None:
     """Raises ValueError for a name that is taken."""
-    if step.name in STEPS:
-        raise ValueError(f"a step named {step.name} is registered already")
-    STEPS[step.name] = step
+    add(step, STEPS, "a step")
 
 
 def register_loss(loss: Loss) -> None:
     """Raises ValueError for a name that is taken, or a kind that is not there."""
-    if loss.name in LOSSES:
-        raise ValueError(f"a loss named {loss.name} is registered already")
     if loss.kind not in KINDS:
         raise ValueError(f"loss {loss.name} is of kind {loss.kind}, which is none of {', '.join(KINDS)}")
-    LOSSES[loss.name] = loss
+    add(loss, LOSSES, "a loss")
 
 
 def register_algorithm(algorithm: Algorithm) -> None:
     """Raises ValueError for a name that is taken, or a loss that is not there."""
-    if algorithm.name in ALGORITHMS:
-        raise ValueError(f"an algorithm named {algorithm.name} is registered already")
     if algorithm.loss not in LOSSES:
         raise ValueError(f"algorithm {algorithm.name} names the loss {algorithm.loss}: register that first")
-    ALGORITHMS[algorithm.name] = algorithm
+    add(algorithm, ALGORITHMS, "an algorithm")
 
 
 class _Known(

@@ -106,7 +106,10 @@ class ReverseStep:
                 "a reverse step needs 0 <= sigma_next < sigma <= 1, and sigma_max < 1 where sigma is 1, but got "
                 f"sigma={s.tolist()}, sigma_next={s_next.tolist()}, sigma_max={s_max.tolist()}"
             )
-        return ode_scales(s, s_next) if eta == 0 else self.formula(s, s_next, eta, s_max)
+        if eta > 0:
+            return self.formula(s, s_next, eta, s_max)
+        dt = s_next - s  # Euler, the step of diffusers' `FlowMatchEulerDiscreteScheduler`
+        return StepScales(torch.ones_like(dt), dt, torch.zeros_like(dt))
 
     def _log_prob(self, deviation: Tensor, std: Tensor) -> Tensor:
         """(B,) from the deviation from the mean (B, ...); 0 in rows without noise.
@@ -123,12 +126,6 @@ class ReverseStep:
             scale = scale / (2 * safe_std.square())
             offset = torch.where(has_noise, -safe_std.log() - 0.5 * math.log(2 * math.pi), 0.0)
         return squared * scale.to(squared) + offset.to(squared)
-
-
-def ode_scales(sigma: Tensor, sigma_next: Tensor) -> StepScales:
-    """Euler: x' = x + v (s' - s), the step of diffusers' `FlowMatchEulerDiscreteScheduler`."""
-    dt = sigma_next - sigma
-    return StepScales(torch.ones_like(dt), dt, torch.zeros_like(dt))
 
 
 def sde_scales(sigma: Tensor, sigma_next: Tensor, eta: float, sigma_max: Tensor) -> StepScales:

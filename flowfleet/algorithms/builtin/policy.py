@@ -8,7 +8,7 @@ from flowfleet.algorithms.settings import AdvantageClamp, ClipRange, NatsSetting
 
 _SDE = "flowfleet.algorithms.sde"
 _LOSSES = "flowfleet.algorithms.losses"
-_TWO_UPDATES = {"trainer.updates_per_step": 2}
+TWO_UPDATES = {"trainer.updates_per_step": 2}
 """Losses with limits want two updates: in a step's only update the ratio to the old policy is 1 and no limit acts."""
 
 
@@ -38,13 +38,13 @@ for _step in (
 register_kind(Kind("policy", PolicySettings, f"{OBJECTIVES}.policy:PolicyObjective", "steps", has_ratio=True))
 
 for _loss in (
-    Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", settings=FlowGrpoSettings, defaults=_TWO_UPDATES),
+    Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", settings=FlowGrpoSettings, defaults=TWO_UPDATES),
     Loss(
         "grpo_guard",
         f"{_LOSSES}:grpo_guard",
         "policy",
         settings=GrpoGuardSettings,
-        defaults=_TWO_UPDATES,
+        defaults=TWO_UPDATES,
         needs_old_mean=True,
         needs_gaussian=True,
     ),
@@ -53,7 +53,7 @@ for _loss in (
         f"{_LOSSES}:flow_dppo",
         "policy",
         settings=FlowDppoSettings,
-        defaults=_TWO_UPDATES,
+        defaults=TWO_UPDATES,
         needs_old_mean=True,
     ),
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from flowfleet.algorithms.builtin.policy import TWO_UPDATES
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import (
@@ -19,7 +20,6 @@ from flowfleet.algorithms.settings import (
 )
 
 _SEQUENCES = "flowfleet.algorithms.sequences.losses"
-_TWO_UPDATES = {"trainer.updates_per_step": 2}
 
 
 class SequenceCorrectionPart(CorrectionPart):
@@ -52,8 +52,8 @@ class GrpoSettings(AggregationSettings, ClipSettings, SequenceSettings):
 register_kind(Kind("sequence", SequenceSettings, f"{OBJECTIVES}.sequence:SequenceObjective", "tokens", has_ratio=True))
 
 for _loss in (
-    Loss("gspo", f"{_SEQUENCES}:gspo", "sequence", settings=GspoSettings, defaults=_TWO_UPDATES, by_sequence=True),
-    Loss("grpo", f"{_SEQUENCES}:grpo", "sequence", settings=GrpoSettings, defaults=_TWO_UPDATES),
+    Loss("gspo", f"{_SEQUENCES}:gspo", "sequence", settings=GspoSettings, defaults=TWO_UPDATES, by_sequence=True),
+    Loss("grpo", f"{_SEQUENCES}:grpo", "sequence", settings=GrpoSettings, defaults=TWO_UPDATES),
 ):
     register_loss(_loss)
 
