@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,19 +101,14 @@ def _checked(layout: Layout, file: Path) -> AdapterFiles:
         for name, value in peft_settings(path, layout).items():
             if name not in _WITHOUT_EFFECT and value and value not in _USUAL.get(name, ()):
                 raise ValueError(f"{path} has {name} = {json.dumps(value)}, so it is not base + B·A: {_MERGE[layout]}")
-        if other := list(_other_names(path, layout)):
+        keys = (key for key in read_header(path) if key != "__metadata__")
+        if other := [key for key in keys if not (key.startswith(PREFIXES[layout]) and key.endswith(_FACTORS))]:
             is_named = all(any(part in key for part in _OTHER_NAMES) for key in other)
             raise ValueError(
                 f"{path} holds {other[0]}, which is not named as diffusers or PEFT name a factor of LoRA on the "
                 f"transformer: {_RENAME if is_named else _MERGE[layout]}"
             )
     return AdapterFiles(layout, file)
-
-
-def _other_names(file: Path, layout: Layout) -> Iterator[str]:
-    for key in read_header(file):
-        if key != "__metadata__" and not (key.startswith(PREFIXES[layout]) and key.endswith(_FACTORS)):
-            yield key
 
 
 def lora_settings(path: Path) -> dict[str, Any]:

@@ -81,10 +81,22 @@ class DataPart(Part):
     @property
     def each(self) -> tuple[Source, ...]:
         """Lists the sources; `train` and `validation` are one without a name."""
-        if self.sources:
-            return tuple(self._source(number, part) for number, part in enumerate(self.sources))
         columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns))
-        return (Source("", "data.train", self.train or "", "data.validation", self.validation, columns),)
+        if not self.sources:
+            return (Source("", "data.train", self.train or "", "data.validation", self.validation, columns),)
+        return tuple(
+            Source(
+                part.name,
+                f"data.sources.{number}.path",
+                part.path,
+                f"data.sources.{number}.validation",
+                part.validation,
+                replace(columns, origin=part.name),
+                part.weight,
+                part.curve,
+            )
+            for number, part in enumerate(self.sources)
+        )
 
     @property
     def is_validated(self) -> bool:
@@ -99,20 +111,10 @@ class DataPart(Part):
     def scoring(self, source: str, rewards: Mapping[str, RewardPart]) -> Mapping[str, RewardPart]:
         """The rewards of a source by its name, weighted as it has them. `rewards`: those of the job at a step."""
         own = next((one.rewards for one in self.sources if one.name == source), None)
-        return rewards if own is None else _weighted(rewards, own)
-
-    def _source(self, number: int, part: SourcePart) -> Source:
-        columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns), part.name)
-        return Source(
-            part.name,
-            f"data.sources.{number}.path",
-            part.path,
-            f"data.sources.{number}.validation",
-            part.validation,
-            columns,
-            part.weight,
-            part.curve,
-        )
+        if own is None:
+            return rewards
+        scoring = {name: part for name, part in rewards.items() if name in own}
+        return {name: part.model_copy(update={"weight": part.weight * own[name]}) for name, part in scoring.items()}
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,3 @@ class Source:
         yield self.setting, self.path, self.of_kind(kind)
         if self.validation is not None:
             yield self.validation_setting, self.validation, self.columns
-
-
-def _weighted(rewards: Mapping[str, RewardPart], factors: Mapping[str, float]) -> dict[str, RewardPart]:
-    return {
-        name: part.model_copy(update={"weight": part.weight * factors[name]})
-        for name, part in rewards.items()
-        if name in factors
-    }

@@ -42,8 +42,10 @@ def data_folders(spec: JobSpec) -> tuple[Path, ...]:
 
 def recipe_names() -> list[str]:
     """Names of all recipes: their paths under `recipes/` without the suffix, as "papers/flow_grpo_sd35_ocr"."""
-    files = [path for path in RECIPES.rglob("*.toml") if path.parent.name != BASES and _is_job(path)]
-    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in files)
+    files = {path: read_job_file(path) for path in RECIPES.rglob("*.toml") if path.parent.name != BASES}
+    # a job names a model to train and what to train it on
+    jobs = [path for path, table in files.items() if isinstance(table.get("model"), dict) and "data" in table]
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in jobs)
 
 
 def find_job_file(path: Path) -> Path:
@@ -96,12 +98,6 @@ def changed_job(data: dict[str, Any], changes: Sequence[str], folders: Sequence[
         for table in _tables(data, tables):
             _find(table, name, folders)
     return data
-
-
-def _is_job(path: Path) -> bool:
-    """Returns whether a TOML file of the recipes is a job: it names a model to train and what to train it on."""
-    table = read_job_file(path)
-    return isinstance(table.get("model"), dict) and "data" in table
 
 
 def _tables(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:

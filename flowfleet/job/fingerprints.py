@@ -54,8 +54,7 @@ def fingerprint(path: str | Path) -> str:
 
 def fingerprints(spec: JobSpec) -> dict[str, str]:
     """Setting → fingerprint of each input that is there."""
-    found = {setting: fingerprint(path) for setting, path in inputs_of(spec).items()}
-    return {setting: digest for setting, digest in found.items() if digest}
+    return {setting: digest for setting, path in inputs_of(spec).items() if (digest := fingerprint(path))}
 
 
 def change(known: Mapping[str, str], found: Mapping[str, str], places: Mapping[str, str]) -> str:

@@ -6,7 +6,9 @@ archive and a client of that release are all read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
@@ -93,7 +95,7 @@ def is_first_format(spec: Any) -> bool:
 def migrated(spec: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A stored job of format 0 as a job of today, and why it must not continue so: settings that are gone and that it
     had changed, a sentence each."""
-    moved = _copied(spec)
+    moved = copy.deepcopy(spec)
     reasons = list(_without_removed(moved))
     part = moved["algorithm"]
     loss = LOSSES.get(str(part.get("loss")))
@@ -104,8 +106,7 @@ def migrated(spec: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def today(spec: dict[str, Any]) -> dict[str, Any]:
     """A copy of a stored job to make a new one of, without settings that are gone."""
-    copied: dict[str, Any] = migrated(spec)[0] if is_first_format(spec) else _copied(spec)
-    return copied
+    return migrated(spec)[0] if is_first_format(spec) else copy.deepcopy(spec)
 
 
 def _is_unread(loss: Loss, part: dict[str, Any], name: str, value: Any) -> bool:
@@ -129,7 +130,7 @@ def _without_removed(spec: dict[str, Any]) -> Iterator[str]:
         spec["rollout"] |= {"on_drop": "refill", "max_refills": 0}
     for name, default in _removed(spec["algorithm"].get("loss")).items():
         *tables, key = name.split(".")
-        value = _table(spec, tables).pop(key, default)
+        value = reduce(dict.__getitem__, tables, spec).pop(key, default)
         if value != default:
             yield _reason(name, value)
     yield from _without_columns(spec["data"])
@@ -156,17 +157,3 @@ def _without_columns(data: dict[str, Any]) -> Iterator[str]:
 
 def _reason(name: str, value: Any) -> str:
     return f"{name} = {value!r} is not in this release ({replacement(name)}): {ADVICE}"
-
-
-def _table(spec: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    table = spec
-    for name in names:
-        table = table[name]
-    return table
-
-
-def _copied(value: Any) -> Any:
-    """A copy whose tables and lists are its own."""
-    if isinstance(value, dict):
-        return {name: _copied(inner) for name, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -24,7 +24,7 @@ def _counts(factor: float) -> float:
 
 def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     steps = [step for step, _ in points]
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)) or any(step < 0 for step in steps):
+    if any(later <= earlier for earlier, later in itertools.pairwise([-1, *steps])):
         raise ValueError(f"steps {', '.join(map(str, steps))}: give points [step, factor] from step 0 on, ascending")
     return points
 

@@ -92,7 +92,9 @@ def settings(schema: type[BaseModel], prefix: str = "", loss: Loss | None = None
         inner, key = _table(field.annotation)
         if inner is None:
             description = " ".join((field.description or "").split())
-            yield Setting(f"{prefix}{name}", _values(field), _default(field), description)
+            is_given = not field.is_required()
+            default = _text(field.get_default(call_default_factory=True)) if is_given else "required"
+            yield Setting(f"{prefix}{name}", _values(field), default, description)
         elif inner is LossSettings:
             yield from of_loss(loss) if loss else of_losses()
         else:
@@ -149,12 +151,11 @@ def find(name: str, known: Sequence[Setting]) -> list[Setting]:
 def near(name: str, known: Sequence[Setting]) -> list[str]:
     """Up to three names that an unknown one may stand for, the likeliest first."""
     given = name.split(".")
-    if given[0] == "rewards" and len(given) > 2:
-        given[1], reward = "NAME", given[1]
-        return [one.replace("NAME", reward, 1) for one in _near(".".join(given), known)]
-    if given[:2] == ["data", "sources"] and len(given) > 3:
-        given[2], number = "N", given[2]
-        return [one.replace(".N.", f".{number}.", 1) for one in _near(".".join(given), known)]
+    for table, stand_in in ((["rewards"], "NAME"), (["data", "sources"], "N")):
+        place = len(table)
+        if given[:place] == table and len(given) > place + 1:
+            given[place], own = stand_in, given[place]
+            return [one.replace(f".{stand_in}.", f".{own}.", 1) for one in _near(".".join(given), known)]
     return _near(name, known)
 
 
@@ -180,12 +181,6 @@ def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:
     origin, among = typing.get_origin(annotation), typing.get_args(annotation) or (annotation,)
     parts = [one for one in among if isinstance(one, type) and issubclass(one, BaseModel)]
     return (parts[0], {tuple: "N.", dict: "NAME."}.get(origin, "")) if parts else (None, "")
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return _text(field.get_default(call_default_factory=True))
 
 
 def _text(value: Any) -> str:

@@ -70,12 +70,9 @@ def _extended(path: Path, what: str, below: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _over(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    both = {name: _over(base[name], value) for name, value in own.items() if _are_tables(base.get(name), value)}
+    tables = {name: value for name, value in own.items() if isinstance(value, dict)}
+    both = {name: _over(base[name], value) for name, value in tables.items() if isinstance(base.get(name), dict)}
     return base | own | both
-
-
-def _are_tables(base: Any, own: Any) -> bool:
-    return isinstance(base, dict) and isinstance(own, dict)
 
 
 def change_table(data: dict[str, Any], change: str, example: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.settings import AdvantageSettings, KlGateSettings
 
 if TYPE_CHECKING:
-    from flowfleet.job.rewards import RewardPart
     from flowfleet.job.spec import JobSpec
 
 _VOTES = "human"
@@ -26,8 +25,11 @@ def rewards(job: JobSpec) -> Iterator[str]:
         yield from _held_out_only(job, name)
     if job.method.data != "prompts" or not rewards:
         return
-    if not job.is_evaluation and is_scored:
-        yield from _without_influence(rewards)
+    if not job.is_evaluation and is_scored and not any(part.has_influence for part in rewards.values()):
+        if any(part.weight for part in rewards.values()):
+            yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
+        else:
+            yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
     for name, part in rewards.items():
         if part.on_failure == "skip" and part.gate is not None:
             yield (
@@ -51,13 +53,6 @@ def _held_out_only(job: JobSpec, name: str) -> Iterator[str]:
         yield f"{setting} leaves it nothing to score: give data.validation, or leave it out"
     if name in (*job.algorithm.of(KlGateSettings).kl_gate.rewards, job.algorithm.of(AdvantageSettings).diversity):
         yield f"{setting}: the algorithm reads {name} of training samples: leave it out"
-
-
-def _without_influence(rewards: Mapping[str, RewardPart]) -> Iterator[str]:
-    if not any(part.weight for part in rewards.values()):
-        yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
-    elif not any(part.has_influence for part in rewards.values()):
-        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
 
 
 def _others_with_influence(job: JobSpec, name: str) -> bool:
