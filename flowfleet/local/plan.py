@@ -252,7 +252,7 @@ def _rollout(
 ) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
     argv = [*_service("rollout", port, metrics), "--replica-id", f"rollout-{index}", "--engine", options.engine]
-    argv += _pulse(options)
+    argv += ["--hang-s", f"{found_out_s(options.hang_s):g}"]
     if options.max_batch is not None:
         argv += ["--max-batch", str(options.max_batch)]
     if options.sequence_parallel_size > 1:
@@ -274,7 +274,8 @@ def _rollout(
 
 def _reward(reward: Reward, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
-    argv = [*_service("reward", port, metrics), "--scorer", str(reward.scorer), *_pulse(options)]
+    argv = [*_service("reward", port, metrics), "--scorer", str(reward.scorer)]
+    argv += ["--hang-s", f"{found_out_s(options.hang_s):g}"]
     if reward.settings_file is not None:
         argv += ["--settings", str(reward.settings_file)]
     argv += _each("--set", reward.settings)
@@ -295,10 +296,6 @@ def found_out_s(hang_s: float) -> float:
     """Detection time: half of the allowed hang time. A service detects its own hang in this half; in the other half the
     supervisor detects that the service reports unhealthy or does not answer."""
     return hang_s / 2
-
-
-def _pulse(options: StackOptions) -> list[str]:
-    return ["--hang-s", f"{found_out_s(options.hang_s):g}"]
 
 
 def _own_rewards(options: StackOptions) -> list[Reward]:

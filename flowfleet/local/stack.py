@@ -136,31 +136,18 @@ class StateDir:
             raise StackError(f"no stack can run in {self.path} ({error}): give another --state-dir") from None
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Makes this process the stack's one supervisor. Raises StackError where another lives.
+    def lock(self, owner: int | None = None) -> Iterator[None]:
+        """Makes this process the stack's one supervisor, or takes the lock for a watchdog, whose `owner` is NOBODY.
+        Raises StackError where another supervisor lives.
 
         A watchdog that is just ending a dead supervisor's stack is waited for.
         """
-        with self._locked_file(os.getpid()):
-            yield
-
-    @contextlib.contextmanager
-    def lock_for_cleanup(self) -> Iterator[bool]:
-        """Takes the lock for a watchdog; yields False if a new supervisor was faster, which then cleans up itself."""
-        try:
-            with self._locked_file(NOBODY):
-                yield True
-        except StackError:
-            yield False
-
-    @contextlib.contextmanager
-    def _locked_file(self, owner: int) -> Iterator[None]:
         self.make()
         with open_own(self.lock_file, os.O_RDWR | os.O_CREAT) as file:
             _wait_for_lock(file, self.path)
             file.seek(0)
             file.truncate()
-            file.write(str(owner))
+            file.write(str(os.getpid() if owner is None else owner))
             file.flush()
             yield
 

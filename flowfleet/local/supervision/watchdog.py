@@ -7,11 +7,12 @@ nothing sent to the supervisor's process group reaches it.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
-from flowfleet.local.stack import WATCHDOG, StateDir
+from flowfleet.local.stack import NOBODY, WATCHDOG, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 
 FAREWELL = b"stopped"
@@ -38,9 +39,8 @@ def watch(state: StateDir) -> None:
     """Returns when the supervisor is gone and, had it not said farewell, its stack with it."""
     if sys.stdin.buffer.read() == FAREWELL:
         return
-    with state.lock_for_cleanup() as locked:
-        if locked:
-            end_stack(state)
+    with contextlib.suppress(StackError), state.lock(NOBODY):  # a new supervisor that was faster cleans up itself
+        end_stack(state)
 
 
 if __name__ == "__main__":
