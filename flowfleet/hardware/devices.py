@@ -211,16 +211,14 @@ def abort_process_group(name: str, group: Any) -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _of(device: torch.device) -> Any:

@@ -161,7 +161,8 @@ class Forked:
         if self.returncode is not None:
             return
         if self._connection is None:
-            self._look(timeout_s)
+            if self._pidfd < 0 or select.select([self._pidfd], [], [], timeout_s)[0]:
+                self._finish(LOST)
         elif select.select([self._connection], [], [], timeout_s)[0]:
             self._hear(self._connection)
         elif self.pid == 0 and time.monotonic() > self._deadline:
@@ -172,11 +173,13 @@ class Forked:
             message = connection.recv(MESSAGE_BYTES)
         except OSError:
             message = b""
-        if not message:
-            self._lose()
-            return
-        answer = json.loads(message)
-        if "code" in answer:
+        answer = json.loads(message or b"{}")
+        if not answer and self.pid == 0:
+            self._finish(LOST)
+        elif not answer:  # the server has ended, and tells no exit code any more
+            connection.close()
+            self._connection = None
+        elif "code" in answer:
             self._finish(answer["code"])
         else:
             self._begin(connection, answer["pid"], answer["started"])
@@ -192,18 +195,6 @@ class Forked:
         self.pid = pid
         with contextlib.suppress(OSError):
             connection.send(b"{}")
-
-    def _lose(self) -> None:
-        """The server has ended, and tells no exit code any more."""
-        if self.pid == 0:
-            self._finish(LOST)
-        elif self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _look(self, timeout_s: float) -> None:
-        if self._pidfd < 0 or select.select([self._pidfd], [], [], timeout_s)[0]:
-            self._finish(LOST)
 
     def _finish(self, code: int) -> None:
         self.returncode = code

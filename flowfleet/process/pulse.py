@@ -29,12 +29,11 @@ SLACK: Final = 4.0
 
 def add_pulse_arguments(flags: argparse.ArgumentParser, hang_s: float = HANG_S) -> None:
     """Adds the flags of a service with a `Pulse`."""
-    flags.add_argument(
-        "--hang-s", type=_seconds, default=hang_s, help="work without progress for so long makes it unhealthy"
-    )
-    flags.add_argument(
-        "--stall-s", type=_seconds, default=PATIENT_S, help="the same while it loads, compiles or warms up"
-    )
+    for flag, default, text in (
+        ("--hang-s", hang_s, "work without progress for so long makes it unhealthy"),
+        ("--stall-s", PATIENT_S, "the same while it loads, compiles or warms up"),
+    ):
+        flags.add_argument(flag, type=_seconds, default=default, help=text)
 
 
 def _seconds(text: str) -> float:

@@ -85,7 +85,11 @@ def usable_cpus() -> int:
 def service_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the shared flags."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    service_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback a secret is required")
+    parser.add_argument("--port", type=_port, default=0, help="0 takes a free one; see --port-file")
+    parser.add_argument("--port-file", type=Path, help="gets host:port once the service answers")
+    parser.add_argument("--metrics-port", type=_port, help="serve Prometheus metrics there; 0 takes a free one")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     return parser
 
 
@@ -94,15 +98,6 @@ def rpc_parser(description: str) -> argparse.ArgumentParser:
     parser = service_parser(description)
     parser.add_argument("--health-port", type=_port, help="also answer grpc.health.v1 there, plain and without token")
     return parser
-
-
-def service_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that every service has."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback a secret is required")
-    parser.add_argument("--port", type=_port, default=0, help="0 takes a free one; see --port-file")
-    parser.add_argument("--port-file", type=Path, help="gets host:port once the service answers")
-    parser.add_argument("--metrics-port", type=_port, help="serve Prometheus metrics there; 0 takes a free one")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
 
 
 def run_service(

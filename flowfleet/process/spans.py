@@ -168,16 +168,11 @@ class Tracer:
             except waits:
                 raise
             except BaseException as error:
-                self.end(span, _kind(error))
+                # The class or the gRPC code. Words, which may quote prompts and judges, are in the log alone.
+                code = getattr(error, "code", None)
+                self.end(span, str(code().name) if callable(code) else type(error).__name__)
                 raise
             self.end(span)
-
-
-def _kind(error: BaseException) -> str:
-    """Returns an error's class, as in "TimeoutError", or its gRPC code. Its words, which may quote prompts and judges,
-    are in the log alone: traces go to a collector."""
-    code = getattr(error, "code", None)
-    return str(code().name) if callable(code) else type(error).__name__
 
 
 def _context_of(header: str) -> SpanContext:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -256,24 +256,21 @@ class _Rules:
             raise ValueError(f"{text(details.method)} was called without a deadline: pass timeout=<seconds>")
         begun = self._traced.begin(details.method) if self._traced else None
         added = [("authorization", f"Bearer {self._token}")] if self._token is not None else []
-        if begun is None:
-            return await continuation(_with(details, added), request)
+        added += [begun.metadata] if begun else []
+        if added:
+            metadata = grpc.aio.Metadata(*(details.metadata or ()), *added)
+            details = grpc.aio.ClientCallDetails(
+                details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+            )
         try:
-            call = await continuation(_with(details, [*added, begun.metadata]), request)
+            call = await continuation(details, request)
         except BaseException:
-            begun.fails()
+            if begun:
+                begun.fails()
             raise
-        begun.ends_with(call)
+        if begun:
+            begun.ends_with(call)
         return call
-
-
-def _with(details: grpc.aio.ClientCallDetails, added: Sequence[tuple[str, str]]) -> grpc.aio.ClientCallDetails:
-    if not added:
-        return details
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), *added)
-    return grpc.aio.ClientCallDetails(
-        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-    )
 
 
 class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):

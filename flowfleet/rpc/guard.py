@@ -68,15 +68,13 @@ class Guard(grpc.aio.ServerInterceptor):
         if kind is not None:
             return _deny(f"the token of a {kind}", method)
         if kinds.is_health(method) and handler.unary_unary is not None:
-            return _asked_for_all(handler.unary_unary, handler.request_deserializer(b""))
+            for_all = handler.request_deserializer(b"")
+
+            async def answer(_requests: Any, context: Any) -> Any:
+                return await handler.unary_unary(for_all, context)
+
+            return answer
         return _refuse
-
-
-def _asked_for_all(check: Callable[..., Awaitable[Any]], request: Any) -> Callable[..., Awaitable[Any]]:
-    async def answer(_requests: Any, context: Any) -> Any:
-        return await check(request, context)
-
-    return answer
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -92,13 +90,6 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-async def _check(request: Any, context: Any, name: str | None, method: str) -> None:
-    """Ends a call that may not be made, or whose request cannot be read."""
-    await _check_name(context, name, method)
-    if isinstance(request, InvalidRequest):
-        raise request
-
-
 async def _refuse(_request: Any, context: Any) -> None:
     message = f"send the token of {service.RPC_TOKEN} as metadata: authorization: Bearer <token>"
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
@@ -111,17 +102,19 @@ def _deny(proof: str, method: str) -> Callable[..., Awaitable[None]]:
     return denied
 
 
-async def _check_name(context: Any, name: str | None, method: str) -> None:
-    """Ends the call unless the client's certificate carries the name and its kind may call; None takes any."""
-    if name is None:
-        return
-    names = context.auth_context().get("x509_subject_alternative_name", ())
-    if name.encode() not in names:
-        message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-    shown = kinds.of_certificate(names, name)
-    if shown and not any(kinds.may_call(kind, method) for kind in shown):
-        await _deny(f"the certificate of a {shown[0]}", method)(None, context)
+async def _check(request: Any, context: Any, name: str | None, method: str) -> None:
+    """Ends the call unless the client's certificate carries the name and its kind may call; None takes any. Ends one
+    whose request cannot be read."""
+    if name is not None:
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if name.encode() not in names:
+            message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+        shown = kinds.of_certificate(names, name)
+        if shown and not any(kinds.may_call(kind, method) for kind in shown):
+            await _deny(f"the certificate of a {shown[0]}", method)(None, context)
+    if isinstance(request, InvalidRequest):
+        raise request
 
 
 def _guard_unary(behavior: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
@@ -167,15 +160,12 @@ async def _abort(error: Exception, context: Any, method: str) -> None:
     if code is grpc.StatusCode.INTERNAL and not isinstance(error, FlowfleetError):
         log.error("%s failed", method, exc_info=error)
         await context.abort(code, f"{method} failed inside the service; its log has the reason")
-    message = _shortened(str(error)) or code.name
+    # as far as a status can carry it: a caller's own text may be part of it
+    start = str(error)[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES]
+    message = start.decode(errors="ignore") or code.name
     is_ours = type(error) is ValueError and len(str(error)) <= MAX_ERROR_BYTES  # a long one quotes its caller
     log.warning("%s: %s: %s", method, code.name, message, exc_info=error if is_ours else None)
     await context.abort(code, message)
-
-
-def _shortened(message: str) -> str:
-    """The start of a message, as far as a status can carry it: a caller's own text may be part of it."""
-    return message[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 def text(method: str | bytes) -> str:

@@ -82,7 +82,9 @@ class Hashes:
         """Tensors of one device. They may change as soon as the current stream has passed this point."""
         named = list(tensors)
         self._names += [name for name, _ in named]
-        self._heads += [_head(tensor) for _, tensor in named]
+        for _, tensor in named:
+            head = hashlib.sha256(f"{dtype_name(tensor.dtype)}:{list(tensor.shape)}".encode()).digest()
+            self._heads.append(int.from_bytes(head[:8], "little"))
         if named:
             self._sums.append(content_sums([tensor for _, tensor in named]))
 
@@ -112,11 +114,6 @@ def verify(loaded: Mapping[str, Tensor], expected: Mapping[str, int]) -> str:
             f"{wrong[0]} ({dtype_name(first.dtype)} {list(first.shape)}); the update has to be sent again"
         )
     return digest(actual)
-
-
-def _head(tensor: Tensor) -> int:
-    text = f"{dtype_name(tensor.dtype)}:{list(tensor.shape)}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 # Buckets --------------------------------------------------------------------------------------------------------------
