@@ -166,14 +166,10 @@ def open_media(data: bytes, media_type: str, limits: MediaLimits | None = None) 
         raise MediaError("too_large", f"the file has {len(data)} bytes: send at most {limits.max_bytes}")
     with _reading(data, media_type):
         opened = _open_picture(data, media_type) if is_picture else _open_video(data, media_type, limits)
-    _check(opened, limits)
-    return opened
-
-
-def _check(opened: OpenedMedia, limits: MediaLimits) -> None:
-    kind = "video" if opened.picture is None else "picture"
     if excess := limits.excess(opened.width, opened.height, opened.num_frames):
+        kind = "picture" if is_picture else "video"
         raise MediaError("too_large", f"the {kind} is {excess}; send a shorter or smaller one")
+    return opened
 
 
 @contextmanager

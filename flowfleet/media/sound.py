@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -59,17 +60,9 @@ def _parts(data: bytes, form: str) -> Iterator[NDArray[np.float32]]:
         stream = opened.streams.audio[0]
         if not (stream.codec_context.name.startswith("pcm_") or stream.codec_context.name in SOUND_CODECS):
             raise MediaError("undecodable", f"codec {stream.codec_context.name} of a sound is not read")
-        for frame in opened.decode(stream):
+        for frame in itertools.chain(opened.decode(stream), [None]):  # None: what is left
             for part in resampler.resample(frame):
-                yield _mono(part)
-        for part in resampler.resample(None):
-            yield _mono(part)
-
-
-def _mono(part: Any) -> NDArray[np.float32]:
-    """The mean of all channels, which never exceeds the loudest."""
-    mean: NDArray[np.float32] = part.to_ndarray().mean(axis=0, dtype=np.float32)
-    return mean
+                yield part.to_ndarray().mean(axis=0, dtype=np.float32)  # of channels, which never exceeds the loudest
 
 
 def _broken(data: bytes, media_type: str, why: str) -> MediaError:

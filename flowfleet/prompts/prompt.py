@@ -45,9 +45,7 @@ def checked(prompt: Prompt) -> Prompt:
     check_bytes("the prompt", len(prompt.text.encode()), MAX_PROMPT_BYTES)
     if prompt.negative:
         check_bytes("the negative prompt", len(prompt.negative.encode()), MAX_PROMPT_BYTES)
-    size_bytes = 0
-    for key, value in prompt.metadata.items():
-        size_bytes += len(key.encode()) + len(value.encode())
+    size_bytes = sum(len(text.encode()) for text in (*prompt.metadata, *prompt.metadata.values()))
     check_bytes("metadata", size_bytes, MAX_METADATA_BYTES)
     if len(prompt.images) > MAX_IMAGES:
         raise ValueError(f"{len(prompt.images)} images, sounds and films: give at most {MAX_IMAGES}")
