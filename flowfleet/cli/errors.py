@@ -52,15 +52,11 @@ class Group(typer.core.TyperGroup):
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in ("", "flowfleet", "services"):
                 raise
-            message = _missing(str(error.name), str(ctx.invoked_subcommand))
+            command, needs = ctx.invoked_subcommand, f"needs the module {error.name}, which is not installed"
+            message = f"`flowfleet {command}` {needs}: pip install 'flowfleet[{EXTRAS.get(command, 'local')}]'"
         except (ApiError, StackError, ValueError, OSError) as error:
             message = str(error)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         err.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
         raise typer.Exit(1)
-
-
-def _missing(module: str, command: str) -> str:
-    extra = EXTRAS.get(command, "local")
-    return f"`flowfleet {command}` needs the module {module}, which is not installed: pip install 'flowfleet[{extra}]'"

@@ -15,8 +15,7 @@ from rich.console import Console
 from flowfleet.cli.views import as_yaml
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
-from flowfleet.local.placement import Placement
-from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 from flowfleet.process.commands import TRAINER, forkserver_command, trainer_flags
@@ -46,12 +45,14 @@ def explain(spec: JobSpec) -> Explained:
     rewards = tuple(name if name in without_settings() else f"{name}=HOST:0" for name in spec.reward_services)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
-    processes = [_process(one.name, one.argv, one.env) for one in _plan(options, placement).processes]
+    redis = ["redis-server", "<state-dir>/redis/redis.conf"]
+    plan = make_plan(options, [0] * ports_needed(options), redis, StackSecrets(), placement)
+    processes = [Process(one.name, one.argv, tuple(one.env)) for one in plan.processes]
     forkserver = forkserver_command(sys.executable, TRAINER)
-    processes.append(_process("trainers (a process of the controller's, which has imported all)", forkserver, ()))
+    processes.append(Process("trainers (a process of the controller's, which has imported all)", forkserver, ()))
     trainer = ["services.trainer", *trainer_flags(Path("runs/local/trainers/<job>.port"))]
     name = f"trainer (forked from trainers for the job, {spec.trainer.world_size} ranks)"
-    processes.append(_process(name, trainer, ("OMP_NUM_THREADS", *show_only(placement.trainer))))
+    processes.append(Process(name, trainer, ("OMP_NUM_THREADS", *show_only(placement.trainer))))
     return Explained(spec.model_dump(mode="json"), spec.warnings, processes, placement.warning)
 
 
@@ -67,15 +68,6 @@ def show(explained: Explained, console: Console) -> None:
         _print(console, f"\n{process.name}:\n  {shlex.join(process.argv)}\n  environment: {environment}")
     if explained.placement_warning:
         _print(console, f"\nwarning: {explained.placement_warning}")
-
-
-def _process(name: str, argv: Sequence[str], env: Iterable[str]) -> Process:
-    return Process(name, tuple(argv), tuple(env))
-
-
-def _plan(options: StackOptions, placement: Placement) -> Plan:
-    redis = ["redis-server", "<state-dir>/redis/redis.conf"]
-    return make_plan(options, [0] * ports_needed(options), redis, StackSecrets(), placement)
 
 
 def _print(console: Console, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 
@@ -86,14 +86,7 @@ def _service(session: Session) -> Service | None:
     about = session.described
     if not about.name:
         return None
-    return Service(
-        name=about.name,
-        version=about.version,
-        contract=about.contract or 1,
-        modalities=[_KINDS.get(number, str(number)) for number in about.modalities] or ["pictures"],
-        score_min=about.score_min,
-        score_max=about.score_max,
-        max_batch_size=about.max_batch_size,
-        needs_group=about.needs_group,
-        components=list(about.components),
-    )
+    fields: dict[str, Any] = {name: getattr(about, name) for name in Service.model_fields}
+    modalities = [_KINDS.get(number, str(number)) for number in about.modalities] or ["pictures"]
+    told = {"contract": about.contract or 1, "modalities": modalities, "components": list(about.components)}
+    return Service(**fields | told)

@@ -32,18 +32,15 @@ REDIS_OF_RIGHTS: Final = (7, 0)
 
 def look_at_machine(state: StateDir) -> Iterator[Finding]:
     """Findings about this machine, for a stack in that state directory."""
-    yield _system()
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()} at {sys.executable}"
+    yield ok("system", system) if sys.platform == "linux" else problem("system", system, "run stacks on Linux")
     yield from _devices()
     yield _redis()
     yield _port(state)
-    yield _room("disk", _existing(state.path), DISK_GIB, "free space, or give another --state-dir")
+    folder = next(folder for folder in (state.path, *state.path.parents) if folder.exists())
+    yield _room("disk", folder, DISK_GIB, "free space, or give another --state-dir")
     if SHARED_MEMORY.is_dir():
         yield _room("shared memory", SHARED_MEMORY, SHARED_GIB, "start the container with --shm-size=1g or more")
-
-
-def _system() -> Finding:
-    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()} at {sys.executable}"
-    return ok("system", system) if sys.platform == "linux" else problem("system", system, "run stacks on Linux")
 
 
 def _devices() -> Iterator[Finding]:
@@ -108,7 +105,3 @@ def _room(check: str, folder: Path, wanted_gib: float, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free / GIB
     space = f"{free:.1f} GiB free in {folder}"
     return ok(check, space) if free >= wanted_gib else note(check, space, advice)
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())

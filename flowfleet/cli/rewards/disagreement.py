@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -79,7 +79,9 @@ def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = 
             pairs = [pair for pair in combinations(known, 2) if _compared(*pair, beside or {})]
             compared = compared or bool(pairs)
             if pairs:
-                largest.append(max((_of(sample, *pair) for pair in pairs), key=lambda item: item.size))
+                ordered = (sorted(pair, key=lambda place: (place.share, place.standardized)) for pair in pairs)
+                found = (Disagreement(sample, higher, lower) for lower, higher in ordered)
+                largest.append(max(found, key=lambda item: item.size))
     if not compared:
         raise ValueError(
             "no two scorers scored the same sample: a job of two rewards, or one with a shadow, is needed; what is "
@@ -94,10 +96,8 @@ def _groups(samples: Iterable[Sample]) -> list[list[Sample]]:
         steps[sample.step][sample.group].append(sample)
     groups_of_steps: list[list[Sample]] = []
     for groups in steps.values():
-        if all(len(members) == 1 for members in groups.values()):
-            groups_of_steps.append([member for members in groups.values() for member in members])
-        else:
-            groups_of_steps.extend(groups.values())
+        are_single = all(len(members) == 1 for members in groups.values())
+        groups_of_steps += [list(chain(*groups.values()))] if are_single else groups.values()
     return groups_of_steps
 
 
@@ -139,8 +139,3 @@ def _compared(first: Place, second: Place, beside: Mapping[str, str]) -> bool:
         return False
     shadow, reward = (first, second) if first.is_shadow else (second, first)
     return not shadow.is_shadow or beside.get(shadow.scorer, reward.scorer) == reward.scorer
-
-
-def _of(sample: Sample, first: Place, second: Place) -> Disagreement:
-    higher, lower = sorted((first, second), key=lambda place: (place.share, place.standardized), reverse=True)
-    return Disagreement(sample, higher, lower)

@@ -123,12 +123,11 @@ def _by_group(shown: Sequence[Shown]) -> list[list[Shown]]:
     groups: dict[tuple[int, int], list[Shown]] = {}
     for item in sorted(shown, key=lambda item: len(shown) if item.rank is None else item.rank):
         groups.setdefault((item.sample.step, item.sample.group), []).append(item)
-    return [sorted(members, key=_descending) for members in groups.values()]
 
+    def descending(item: Shown) -> tuple[bool, float, int]:
+        return item.sample.reward is None, -(item.sample.reward or 0.0), item.sample.index
 
-def _descending(item: Shown) -> tuple[bool, float, int]:
-    reward = item.sample.reward
-    return reward is None, -(reward or 0.0), item.sample.index
+    return [sorted(members, key=descending) for members in groups.values()]
 
 
 def _common_versions(shown: Sequence[Shown]) -> str:
@@ -211,15 +210,8 @@ def _media(item: Shown) -> _Markup:
         return tag("div", f"{media_type} is not shown", class_="gone")
     source = f"data:{media_type};base64,{base64.b64encode(item.media).decode()}"
     if media_type.startswith("video/"):
-        plays = {
-            "autoplay": True,
-            "controls": True,
-            "loop": True,
-            "muted": True,
-            "playsinline": True,
-            "preload": "auto",
-        }
-        return tag("video", src=source, aria_label=item.sample.prompt, **plays)
+        plays = dict.fromkeys(("autoplay", "controls", "loop", "muted", "playsinline"), True)
+        return tag("video", src=source, aria_label=item.sample.prompt, **plays, preload="auto")
     return tag(
         "img", src=source, alt=item.sample.prompt, class_=_sharpness(item.media), loading="lazy", decoding="async"
     )
@@ -269,12 +261,11 @@ def _scales(samples: Iterable[Sample]) -> dict[str, tuple[float, float]]:
         shadows = {f"shadow {name}": value for name, value in sample.shadow.items()}
         for name, value in {"": sample.reward, **sample.scores, **shadows}.items():
             values.setdefault(name, []).extend([] if value is None else [value])
-    return {name: _scale(numbers) for name, numbers in values.items()}
-
-
-def _scale(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (min(low, 0.0), max(high, 0.0))
+    ends = {name: (min(numbers, default=0.0), max(numbers, default=1.0)) for name, numbers in values.items()}
+    return {
+        name: (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (min(low, 0.0), max(high, 0.0))
+        for name, (low, high) in ends.items()
+    }
 
 
 def _fraction(value: float, scale: tuple[float, float]) -> float:

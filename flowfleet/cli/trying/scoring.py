@@ -99,15 +99,12 @@ def _tried(score: RewardScore | None, name: str, stored: Mapping[str, float | No
 async def _ask(
     address: str, samples: Sequence[EncodedSample], params: Mapping[str, str], timeout_s: float
 ) -> tuple[str, dict[str, RewardScore]]:
-    channel = open_channel(address, Options())
-    try:
+    async with open_channel(address, Options()) as channel:
         described = await RewardServiceStub(channel).Describe(DescribeRequest(), timeout=timeout_s)
         scores: dict[str, RewardScore] = {}
         for call in _calls(samples, described):
             answer = await score_method(channel)(ScoreCall(call, params).write(), timeout=timeout_s)
             scores |= {score.sample_id: score for score in answer.scores}
-    finally:
-        await channel.close()
     return f"{described.name} {described.version}", scores
 
 

@@ -19,6 +19,7 @@ from flowfleet import hub
 from flowfleet.api.jobs import Job, JobStatus
 from flowfleet.api.problems import ApiError
 from flowfleet.client.client import Client
+from flowfleet.client.connection import POLL_S
 from flowfleet.client.evaluation.comparison import Evaluated
 from flowfleet.job.adapter_files import lora_settings
 from flowfleet.job.files import changed_job, find_job_file
@@ -29,7 +30,6 @@ from flowfleet.job.spec import JobSpec, parse_job, read_job_file
 BASE: Final = "base"
 LORA: Final = ("rank", "alpha", "target_modules")
 """Settings of `trainer.lora` that go with an adapter."""
-_POLL_S: Final = 0.5
 _NAME_LENGTH: Final = 34
 _LABEL_LENGTH: Final = 22
 
@@ -73,7 +73,7 @@ def evaluate(
         for _, job in jobs:
             client.cancel(job.id)
         raise
-    return [_collected(client, label, _ended(client, label, job, say)) for label, job in jobs]
+    return [_evaluated(client, label, job, say) for label, job in jobs]
 
 
 def evaluations(
@@ -184,20 +184,17 @@ def _spec(data: Mapping[str, Any], start: Start) -> JobSpec:
     return parse_job(own)
 
 
-def _ended(client: Client, label: str, job: Job, say: Say) -> Job:
-    """Waits, and tells each new status and reason."""
-    told = (job.status, "")
+def _evaluated(client: Client, label: str, job: Job, say: Say) -> Evaluated:
+    """Waits for the end, and tells each new status and reason."""
+    told, job = (job.status, ""), client.job(job.id)
     while True:
-        job = client.job(job.id)
         if (job.status, job.reason) != told:
             told = (job.status, job.reason)
             say(f"{label}: {job.status}" + (f": {job.reason}" if job.reason else ""))
         if job.ended:
-            return job
-        time.sleep(_POLL_S)
-
-
-def _collected(client: Client, label: str, job: Job) -> Evaluated:
-    if job.status is not JobStatus.SUCCEEDED:
-        return Evaluated(label, job)
-    return Evaluated(label, job, tuple(client.samples(job.id, purpose="validate", step=0, order="oldest")))
+            break
+        time.sleep(POLL_S)
+        job = client.job(job.id)
+    has_samples = job.status is JobStatus.SUCCEEDED
+    samples = client.samples(job.id, purpose="validate", step=0, order="oldest") if has_samples else ()
+    return Evaluated(label, job, tuple(samples))
