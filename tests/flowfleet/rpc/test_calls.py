@@ -125,8 +125,8 @@ async def test_failed_and_abandoned_calls_say_so(seen: Collector) -> None:
     traces.stop()
     (refused, refusing), (left, leaving) = pair(seen, DESCRIBE), pair(seen, GENERATE)
     assert [span.error for span in seen.named("Failed")] == [refused.error]
-    assert refused.error == "FAILED_PRECONDITION: not now: ask later"
-    assert refusing.error == "Conflict: not now: ask later"
+    assert refused.error == "FAILED_PRECONDITION"
+    assert refusing.error == "Conflict"
     assert left.error.startswith("CANCELLED")
     assert leaving.error.startswith("CancelledError")
 
@@ -138,8 +138,8 @@ def test_a_command_that_waits_is_not_sent_and_one_that_fails_is(seen: Collector)
             raise error
     traces.stop()
     assert {span.name: span.error for span in seen.spans} == {
-        "ValueError": "ValueError: wrong",
-        "CancelledError": "CancelledError: ",
+        "ValueError": "ValueError",
+        "CancelledError": "CancelledError",
     }
 
 
