@@ -137,7 +137,7 @@ class StateDir:
 
     @contextlib.contextmanager
     def lock(self, owner: int | None = None) -> Iterator[None]:
-        """Makes this process the stack's one supervisor, or takes the lock for a watchdog, whose `owner` is NOBODY.
+        """Makes this process the stack's one supervisor, or takes the lock for a watchdog, which gives the `owner`.
         Raises StackError where another supervisor lives.
 
         A watchdog that is just ending a dead supervisor's stack is waited for.
