@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
 import os
 import uuid
@@ -48,6 +49,8 @@ _SCAN_COUNT: Final = 1000
 _NAME_DIGITS: Final = 16
 
 _READS_AT_ONCE: Final = 32  # of a client: each takes a connection, and to make one costs more than to wait
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -263,7 +266,7 @@ class FsspecBlobs:
 
     def delete(self, refs: Iterable[BlobRef]) -> None:
         for path in map(self._of, refs):
-            if self._fs.exists(path):
+            with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(path)
 
     def renew(self, refs: Iterable[BlobRef], ttl_s: int) -> list[BlobRef]:
@@ -271,8 +274,9 @@ class FsspecBlobs:
 
     def delete_prefix(self, prefix: str) -> None:
         path = self._path(prefix.rstrip(":").replace(":", "/"))
-        if self._fs.exists(path):
-            self._fs.rm(path, recursive=True)
+        with contextlib.suppress(FileNotFoundError):  # others delete below it
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=True)
 
     def sweep(self, kinds: Collection[str], ttl_s: float, now: float) -> int:
         root = f"{self._root.rstrip('/')}/"
@@ -365,6 +369,18 @@ class SyncCountedBlobs:
     def get(self, ref: BlobRef) -> bytes:
         with self._metrics.time("get", ref.size_bytes):
             return self.store.get(ref)
+
+
+async def discard(store: BlobStore, refs: Iterable[BlobRef]) -> bool:
+    """Deletes what is no longer needed. False, and a line in the log, where the store of files fails."""
+    try:
+        await store.delete(refs)
+    except redis.RedisError:
+        raise
+    except Exception as error:  # of whatever a store's client raises
+        log.warning("blobs that are no longer needed stay, as their store failed: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def _cut(data: bytes, chunk_bytes: int) -> list[memoryview]:

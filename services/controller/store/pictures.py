@@ -10,12 +10,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping
 
-from flowfleet.data.blobs import BlobStore
+from flowfleet.data.blobs import BlobStore, discard
 from flowfleet.redis import keys
 from services.controller.store.records import SampleRecord
 from services.controller.store.samples import PAGE, media_ref
 from services.controller.store.store import Store
 
+MOST_STEPS = 100
+"""Steps that are decided at once after a store that failed for long."""
 Place = tuple[int, int, int]
 """Step, group and index."""
 TOTAL = ""
@@ -30,17 +32,20 @@ class Pictures:
         self._redis = store.link.redis
 
     async def end(self, step: int) -> None:
-        """Deletes what need not stay of the steps up to this one, which have ended."""
+        """Deletes what need not stay of the steps up to this one, which have ended. Where the store of files fails,
+        the next call decides on the same steps."""
         name, ended = keys.pictures(self._job_id), keys.pictures(self._job_id, "ended")
         done = await self._redis.get(ended)
         before = {_place(member) for member in await self._redis.smembers(name)}
         found = {_place_of(one): one for one in await self._store.samples.find(self._job_id, sorted(before))}
-        for number in range(0 if done is None else min(int(done) + 1, step), step + 1):
+        first = step if done is None else min(int(done) + 1, step)  # none: an older release made the steps before
+        for number in range(max(first, step + 1 - MOST_STEPS), step + 1):
             found |= await self._of_step(number)
         votes = await self._store.votes.places(self._job_id)
         stay = kept({place: rankings(one) for place, one in found.items()}, self._number)
         stay |= {place for place in found if place[:2] in votes}
-        await self._delete([one for place, one in found.items() if place not in stay])
+        if not await self._delete([one for place, one in found.items() if place not in stay]):
+            return
         async with self._redis.pipeline(transaction=True) as pipe:
             if gone := before - stay:
                 pipe.srem(name, *map(_member, gone))
@@ -60,12 +65,14 @@ class Pictures:
             if cursor is None:
                 return found
 
-    async def _delete(self, samples: Collection[SampleRecord]) -> None:
+    async def _delete(self, samples: Collection[SampleRecord]) -> bool:
         """Media that the job's data brought are shared between steps, and stay for their own time to live."""
         own = self._blobs.uri(keys.blob(self._job_id, "media"))
         refs = [media_ref(one) for one in samples if one.media_uri.startswith(own)]
         for start in range(0, len(refs), PAGE):
-            await self._blobs.delete(refs[start : start + PAGE])
+            if not await discard(self._blobs, refs[start : start + PAGE]):
+                return False
+        return True
 
 
 def rankings(sample: SampleRecord) -> dict[str, float]:

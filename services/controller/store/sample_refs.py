@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from flowfleet.data.blobs import BlobStore
+from flowfleet.data.blobs import BlobStore, discard
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
 
@@ -73,11 +73,13 @@ class SampleRefs:
     # -- the steps that are held ---------------------------------------------------------------------------------
 
     async def release_before(self, version: int) -> None:
-        """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
+        """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL. Where the store
+        of files fails, steps wait for the next checkpoint."""
         for step in await self.held():
             if step < version:
                 async for refs in self._refs(step):
-                    await self._blobs.delete(ref for ref in refs if not self._is_of_job(ref, step))
+                    if not await discard(self._blobs, [ref for ref in refs if not self._is_of_job(ref, step)]):
+                        return
                 async with self._redis.pipeline(transaction=True) as pipe:
                     pipe.unlink(self._key(step), self._request_key(step))
                     pipe.srem(keys.held_steps(self._job_id), step)

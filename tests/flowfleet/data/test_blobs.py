@@ -263,3 +263,18 @@ def test_old_blobs_of_the_named_kinds_are_swept(kind: str, redis_url: str, tmp_p
     for name in ("media", "given"):
         with pytest.raises(NotFound):
             store.get(refs[name])
+
+
+@pytest.mark.parametrize("kind", ["file-sync", "memory-sync"])
+def test_what_another_deletes_meanwhile_is_gone_and_no_error(
+    kind: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store still shows each blob when it is asked, as where the sweep removes it a moment later."""
+    (store,) = stores(kind, redis_url, tmp_path)
+    refs = [store.put(keys.blob("job", "media", number), b"x") for number in range(2)]
+    store.delete(refs[:1])
+    monkeypatch.setattr(store._fs, "exists", lambda path, **_: True)
+    store.delete(refs)
+    with pytest.raises(NotFound):
+        store.get(refs[1])
+    store.delete_prefix(keys.blob("none"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from flowfleet.data.blobs import discard
 from flowfleet.errors import FlowfleetError
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.proto import common_pb2
@@ -51,7 +52,7 @@ class Previews:
                 raise fact
         await self._job.emit(*(one for fact in facts if not isinstance(fact, BaseException) for one in fact))
         for group in due:
-            await self._job.blobs.delete(sample.media for sample in self._drawn.pop((step, group), ()))
+            await discard(self._job.blobs, [sample.media for sample in self._drawn.pop((step, group), ())])
 
     async def _draw(self, step: int, groups: Sequence[int]) -> None:
         job = self._job

@@ -103,7 +103,7 @@ async def test_folders_of_removed_jobs_go_after_the_days_that_controllers_have_s
 async def test_a_folder_stays_that_is_not_of_a_job_that_this_redis_removed(
     store: Store, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path, name: str
 ) -> None:
-    """Those that are no job's, and those of a fleet whose Redis is another, or was lost."""
+    """Names that are no job's, and a job of another Redis, or of one that was lost."""
     folder, keep = with_files(tmp_path, name), Keep(folder_days=SWEEP_EVERY_S / DAY_S)
     other = tmp_path / "trainers/other.port"
     other.write_text("x")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from redis.exceptions import RedisError
 
 from flowfleet.api.votes import Asked, VoteSample
 from flowfleet.data.blobs import RedisBlobs
 from flowfleet.errors import NotFound
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.store.pictures import Pictures, Place, kept
+from services.controller.store.pictures import MOST_STEPS, Pictures, Place, kept
 from services.controller.store.records import SampleRecord, new_job_id
 from services.controller.store.samples import media_ref
 from services.controller.store.store import Store
@@ -109,6 +112,53 @@ async def test_pictures_of_validations_votes_and_data_stay(store: Store) -> None
     await job.pictures(0).end(1)
     assert await job.left() == {place for place in job.samples if place[1] == 1}
     assert await held_out.left() == {*held_out.samples}
+
+
+async def test_a_job_of_before_the_mark_is_looked_at_from_this_step_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, looked = Job(store), []
+    page = store.samples.page
+
+    async def noted(*args: Any, **options: Any) -> Any:
+        looked.append(options["step"])
+        return await page(*args, **options)
+
+    monkeypatch.setattr(store.samples, "page", noted)
+    await job.make(20_000)
+    await job.pictures().end(20_000)
+    assert looked == [20_000]
+    assert await job.left() == job.expected(20_001)
+    await store.link.redis.set(keys.pictures(job.id, "ended"), 5)  # the store has failed since
+    looked.clear()
+    await job.pictures().end(20_000)
+    assert looked == list(range(20_001 - MOST_STEPS, 20_001))
+
+
+@pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("stale"), RuntimeError("NoCredentials")])
+async def test_a_store_that_fails_ends_no_step_and_is_asked_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(store)
+    await job.make(0)
+    await job.pictures().end(0)
+    await job.make(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(job.blobs, "delete", AsyncMock(side_effect=error))
+        await job.pictures().end(1)
+    assert str(error) in caplog.text
+    assert await store.link.redis.get(keys.pictures(job.id, "ended")) == b"0"
+    await job.make(2)
+    await job.pictures().end(2)
+    assert await job.left() == job.expected(3)
+
+
+async def test_redis_that_fails_is_its_drivers_matter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(store)
+    await job.make(0)
+    monkeypatch.setattr(job.blobs, "delete", AsyncMock(side_effect=RedisError("gone")))
+    with pytest.raises(RedisError):
+        await job.pictures().end(0)
 
 
 def test_of_equals_the_newer_stays() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,6 +63,18 @@ async def test_a_covered_step_leaves_nothing_but_its_pictures(redis: Any, blobs:
     await refs.release_before(3)
     there = {name.decode() for name in await redis.keys("*")}
     assert there == media | {keys.blob(JOB, SHARED, 0)}
+
+
+async def test_a_store_that_fails_leaves_steps_to_the_next_checkpoint(
+    redis: Any, blobs: RedisBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refs = await filled(redis, blobs)
+    with monkeypatch.context() as broken:
+        broken.setattr(blobs, "delete", AsyncMock(side_effect=OSError("stale")))
+        await refs.release_before(2)
+    assert await refs.held() == [0, 1, 2]
+    await refs.release_before(2)
+    assert await refs.held() == [2]
 
 
 async def test_a_step_s_own_negative_embeds_go_with_it(redis: Any, blobs: RedisBlobs) -> None:
