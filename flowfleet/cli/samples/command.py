@@ -41,10 +41,10 @@ def samples(
     order: Annotated[str | None, typer.Option(help="newest (default), oldest, best or worst.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help=f"At most so many ({LIMIT}).")] = None,
     worst: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of N low rewards, newest first.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of N low rewards, the lowest first.")
     ] = None,
     best: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of N high rewards, newest first.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of N high rewards, the highest first.")
     ] = None,
     disagree: Annotated[
         int | None,
@@ -117,7 +117,7 @@ def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int
         heading = f"The {extreme} rewards{where}"
         newest = islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT)
         picked = [(sample, "") for sample in picks(newest, num, best=kind == "best")]
-        remark = f"The {extreme} of each prompt, the newest step first."
+        remark = f"The {extreme} of each prompt, from the newest steps that fill the page; ranked by reward."
     if not picked:
         raise ValueError(f"job {job.id} has no {purpose} samples{where} that fit")
     return page(job, heading, list(_with_groups(client, job, picked)), remark)

@@ -274,7 +274,12 @@ def _fraction(value: float, scale: tuple[float, float]) -> float:
 
 
 def picks(samples: Iterable[Sample], num: int, *, best: bool) -> list[Sample]:
-    """Picks at most `num` of the samples that have a reward, in the order to show them."""
+    """Picks at most `num` of the samples that have a reward, of each prompt and of the newest step first, and ranks
+    them by reward."""
+
+    def by_reward(sample: Sample) -> float:
+        return sample.reward or 0.0
+
     steps: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
@@ -282,7 +287,8 @@ def picks(samples: Iterable[Sample], num: int, *, best: bool) -> list[Sample]:
     rounds: dict[int, list[Sample]] = defaultdict(list)
     seen: Counter[str] = Counter()
     for step in sorted(steps, reverse=True):
-        for sample in sorted(steps[step], key=lambda item: item.reward or 0.0, reverse=best):
+        for sample in sorted(steps[step], key=by_reward, reverse=best):
             rounds[seen[sample.prompt]].append(sample)
             seen[sample.prompt] += 1
-    return [sample for turn in sorted(rounds) for sample in rounds[turn]][:num]
+    picked = [sample for turn in sorted(rounds) for sample in rounds[turn]][:num]
+    return sorted(picked, key=by_reward, reverse=best)

@@ -1,6 +1,10 @@
-"""The newest step first, and one sample for each prompt before another one of the same."""
+"""Picks from the newest step first, one sample for each prompt before another of the same; ranks by reward."""
 
 from __future__ import annotations
+
+import random
+
+import pytest
 
 from flowfleet.api.samples import Sample
 from flowfleet.cli.samples.page import picks
@@ -24,6 +28,15 @@ def test_the_worst_are_not_those_of_the_first_step() -> None:
 def test_the_best_of_an_easy_prompt_comes_once() -> None:
     easy = [sample(5, "easy", index, 9.0) for index in range(20)]
     assert places(picks([*SAMPLES, *easy], 3, best=True)) == [(5, "easy", 0), (2, "a", 1), (2, "b", 1)]
+
+
+@pytest.mark.parametrize("best", [True, False])
+@pytest.mark.parametrize("num", [1, 5, 20, 99])
+def test_ranks_are_in_the_order_of_rewards(best: bool, num: int) -> None:
+    chance = random.Random(num)
+    many = [sample(at % 7, chance.choice("abc"), at, chance.uniform(-2, 2)) for at in range(60)]
+    rewards = [one.reward or 0.0 for one in picks(many, num, best=best)]
+    assert rewards == sorted(rewards, reverse=best)
 
 
 def test_what_is_missing_is_filled_up_in_rounds() -> None:
