@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,11 +170,27 @@ def _near(name: str, known: Sequence[Setting]) -> list[str]:
         [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)]
         or [one for one in below if one.rpartition(".")[2] == leaf]
         or [PEERS[word] for word in [leaf.lower()] if word in PEERS]
+        or _by_words(leaf, below)
         or [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)]
         or [one.name for one in known if one.leaf == leaf]
         or [one.name for one in known if one.leaf in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+        or _by_words(leaf, [one.name for one in known])
     )
     return found[:3]
+
+
+def _by_words(given: str, names: Sequence[str]) -> list[str]:
+    """The names with the most words that a word of `given` begins or resembles, the shortest first."""
+
+    def has(word: str, name: str) -> bool:
+        theirs = re.split(r"[._]", name)
+        begun = len(word) > 3 and any(one.startswith(word) for one in theirs)
+        return begun or bool(difflib.get_close_matches(word, theirs, cutoff=0.8))
+
+    words = re.findall(r"[^\W_]+", given.lower())
+    shared = {name: sum(has(word, name) for word in words) for name in names}
+    most = max(shared.values(), default=0)
+    return sorted((name for name in names if most and shared[name] == most), key=len)
 
 
 def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:

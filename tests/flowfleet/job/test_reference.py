@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flowfleet.job.reference import PEERS, Setting, find, near, settings
@@ -27,6 +29,19 @@ KNOWN = list(settings(JobSpec))
 )
 def test_an_unknown_name_leads_to_the_setting(name: str, first: str) -> None:
     assert near(name, KNOWN)[0] == first
+
+
+def test_a_word_of_a_name_leads_to_settings_that_have_it() -> None:
+    words = {part for one in KNOWN for part in re.split(r"[._]", one.name)} - {"NAME", "N"}
+    unknown = {word: near(word, KNOWN) for word in words if word not in PEERS and not find(word, KNOWN)}
+    assert len(unknown) > 50
+    assert {word: found for word, found in unknown.items() if not found or word not in "".join(found)} == {}
+
+
+def test_a_misspelled_word_leads_to_its_settings() -> None:
+    assert {"rollout.guidance_scale"} <= set(near("guidance", KNOWN)) & set(near("gudance", KNOWN))
+    assert near("trainer.guidance", KNOWN)[0].startswith("rollout.guidance")
+    assert near("optim", KNOWN)[0].startswith("trainer.optimizer.")
 
 
 def test_nothing_is_guessed_for_what_is_like_nothing() -> None:
