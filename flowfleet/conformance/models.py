@@ -29,7 +29,6 @@ from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.models.trainable import require_adapters, require_trainable
 from flowfleet.models.weight_files import PIPELINE
-from flowfleet.models.weight_files import check_model as check_files
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import adapter_from_bytes, adapter_to_bytes, install_lora, load_adapter, remove_lora
 
@@ -78,7 +77,7 @@ def check_model(place: str) -> Iterator[Result]:
     family = family_of(folder)
     if family.writes_tokens:
         raise ValueError(f"{place} is a {family.title}, which writes text: only flows are checked")
-    files = partial(check_files, folder, family.written_as)
+    files = partial(family.check_files, folder)
     if (yield from _checked("files", "The folder's files are whole", files)):
         return
     adapter: ModelAdapter = family.load().load(folder, dtype=torch.float32)

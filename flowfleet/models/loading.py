@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from flowfleet.models.empty import empty_component
+from flowfleet.models.weight_files import PIPELINE as PIPELINE  # these five: plugins import them from here
+from flowfleet.models.weight_files import TRANSFORMERS as TRANSFORMERS
+from flowfleet.models.weight_files import Layout as Layout
 from flowfleet.models.weight_files import check_part
+from flowfleet.models.weight_files import refuse_pickles as refuse_pickles
+from flowfleet.models.weight_files import weight_files as weight_files
 
 Component = Literal["transformer", "text_encoder", "vae"]
 """A kind of part that costs memory: all transformers, all text encoders with their tokenizers, the VAE."""

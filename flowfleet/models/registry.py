@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from flowfleet import hub, plugins
-from flowfleet.models.weight_files import BAGEL, FLAT, PIPELINE, TRANSFORMERS, Layout
+from flowfleet.models.weight_files import BAGEL, FLAT, PIPELINE, TRANSFORMERS, Layout, check_model
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
@@ -57,12 +57,13 @@ class ModelFamily:
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""
     layout: Layout | None = None
-    """Where checkpoints hold the weights, as the adapter's `layout`; None: as diffusers or transformers write them."""
+    """Where checkpoints hold the weights, as the adapter's `layout`; None: as diffusers writes them, or as the adapter
+    alone knows."""
 
-    @property
-    def written_as(self) -> Layout:
-        """Where checkpoints hold the weights."""
-        return self.layout or (TRANSFORMERS if self.writes_tokens else PIPELINE)
+    def check_files(self, path: Path) -> None:
+        """Raises ValueError as `check_model` does, of a layout that is known here; any other the adapter checks."""
+        if self.layout or (path / "model_index.json").is_file():
+            check_model(path, self.layout or PIPELINE)
 
     @property
     def writes_tokens(self) -> bool:
@@ -134,8 +135,10 @@ for _family in (
         f"{_OWN}.hunyuan_image3.adapter:HunyuanImage3Adapter",
         layout=FLAT,
     ),
-    ModelFamily("Qwen3ForCausalLM", "Qwen3", f"{_OWN}.qwen3:Qwen3Adapter", modality="text"),
-    ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", f"{_OWN}.qwen3:Qwen3MoeAdapter", modality="text"),
+    ModelFamily("Qwen3ForCausalLM", "Qwen3", f"{_OWN}.qwen3:Qwen3Adapter", modality="text", layout=TRANSFORMERS),
+    ModelFamily(
+        "Qwen3MoeForCausalLM", "Qwen3 MoE", f"{_OWN}.qwen3:Qwen3MoeAdapter", modality="text", layout=TRANSFORMERS
+    ),
     ModelFamily(
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         "Qwen3-Omni Thinker",
@@ -149,6 +152,7 @@ for _family in (
         f"{_OWN}.qwen3_omni:Qwen3OmniThinkerAdapter",
         modality="text",
         takes_media=True,
+        layout=TRANSFORMERS,
     ),
 ):
     register(_family)

@@ -17,7 +17,7 @@ from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.registry import family_of
-from flowfleet.models.weight_files import check_model, has_weights
+from flowfleet.models.weight_files import has_weights
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import gather
 from flowfleet.planning.memory import (
@@ -116,7 +116,7 @@ def predict(
     text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
     folder = str(hub.configurations(spec.model.path))
     if hub.name_of(spec.model.path) is None and spec.model.load_format == "safetensors" and has_weights(Path(folder)):
-        check_model(Path(folder), family_of(folder).written_as)
+        family_of(folder).check_files(Path(folder))
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": folder})})
     facts = gather(spec, text_tokens, compiled=spec.trainer.compile)
     device = None if device_memory_gib is None else device_memory_gib * GIB

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,17 +16,18 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flowfleet.job.spec import parse_job
-from flowfleet.models import weight_files
+from flowfleet.models import loading, weight_files
 from flowfleet.models.files import WeightFiles
-from flowfleet.models.registry import adapter_for, family_of
+from flowfleet.models.registry import FAMILIES, ModelFamily, adapter_for, family_of
 from flowfleet.models.sequences.adapter import SequenceAdapter
-from flowfleet.models.weight_files import PIPELINE, TRANSFORMERS, check_model
+from flowfleet.models.weight_files import FLAT, PIPELINE, TRANSFORMERS, Layout, check_model
 from flowfleet.planning.plan import predict
 from services.controller.jobs.submission.model_checks import weight_problems
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 from services.trainer.model.kinds import TransformersSource
 
+AGAIN = "download or copy the model again"
 Damage = Callable[[Path, str], object]
 
 
@@ -155,6 +157,29 @@ def test_a_part_without_its_folder_is_refused_at_submit(part: str, tiny_qwen_ima
     model = shutil.copytree(tiny_qwen_image, tmp_path / "model")
     shutil.rmtree(model / part)
     assert f"{model} has no folder {part}, which its model_index.json lists" in submitted(model)
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+@pytest.mark.parametrize("layout", [None, FLAT])
+def test_a_plugins_layout_that_its_adapter_alone_knows_is_taken_at_submit(
+    layout: Layout | None, modality: Literal["image", "text"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "Own", ModelFamily("Own", "Own", "own:Own", modality=modality, layout=layout))
+    (tmp_path / "config.json").write_text('{"architectures": ["Own"]}')
+    save_file({"w": torch.ones(1)}, tmp_path / "own.safetensors")
+    assert submitted(tmp_path) == (
+        "" if layout is None else f"{tmp_path} has no weights: model.safetensors is not there; {AGAIN}"
+    )
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert submitted(tmp_path) == ""
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "Own", "vae": ["diffusers", "AutoencoderKL"]}')
+    assert ("has no folder vae" in submitted(tmp_path)) == (layout is None)
+
+
+def test_what_plugins_imported_with_the_loaders_is_still_there() -> None:
+    for name in ("PIPELINE", "TRANSFORMERS", "Layout", "weight_files", "refuse_pickles"):
+        assert getattr(loading, name) is getattr(weight_files, name)
 
 
 @pytest.fixture

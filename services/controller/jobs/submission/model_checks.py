@@ -12,7 +12,6 @@ from flowfleet.job.rules import sequences
 from flowfleet.job.spec import JobSpec
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
-from flowfleet.models.weight_files import check_model
 from flowfleet.planning.storage import held_steps, latent_elements, prompt_bytes, storage
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.prompts.sources import Sources
@@ -126,7 +125,7 @@ def weight_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Ite
     """Names missing or broken files of the model; services fetch those of a Hub name themselves."""
     if spec.model.load_format == "safetensors" and hub.name_of(spec.model.path) is None:
         try:
-            check_model(sources.places.pipeline(spec.model.path), family.written_as)
+            family.check_files(sources.places.pipeline(spec.model.path))
         except ValueError as error:
             yield f"model.path: {error}"
 
