@@ -7,8 +7,8 @@ it is G-Eval's weighting (Liu and others, 2023). Tokens count without white spac
 an answer begins another ("1" and "10"), the model's next tokens distinguish them; such a beginning that
 the model did not take counts for neither. Without log-probabilities the value is that of the answer in the text.
 
-A text is read only where it gives one answer. It gives none where it names several in one breath ("yes or no"), denies
-one ("not yes"), refuses, or was cut off before its answer was complete.
+A text is read only where it gives one answer, be it twice. It gives none where it names several values in one breath
+("yes or no"), denies one ("not yes"), refuses and concludes with none, or was cut off before its answer was complete.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from services.reward.judge.answers import Answer, Token
@@ -29,15 +30,23 @@ MAX_ANSWERS = 101
 
 Take = Literal["first", "last"]
 
-_BREATH = (
-    r"[\s\"'*_`]*(?:\b(?:or|and|nor|to|versus|vs\.?|but|but also|through)\b|[-–|])[\s\"'*_`]*(?:an? |also )?[\"'*_`]*"
+_BREATH = re.compile(
+    r"[\s\"'*_`,]*+(?:\b(?:or|and|nor|to|versus|vs\.?|but|through)\b|[-–|])[\s\"'*_`]*+(?:an? |also )?[\"'*_`]*+|"
+    r"(?<!\d)\s*+/\s*+",
+    re.IGNORECASE,
 )
 """Between answers that are named together."""
+_TURN, _END = re.compile(r"[\s.,;:!?…*_]++"), re.compile(r"[*_]*+\s*+(?:[.,;:!?…]|$)")
+"""Between answers that follow each other, and after the second."""
 _DENIED = re.compile(
     r"(?:\b(?:not|never|neither|nor|than|over|instead of)|n't)\s+(?:[\w']+\s+){0,2}[\"'*_`]*$|\bout of\s*$",
     re.IGNORECASE,
 )
 """Before an answer that is not given."""
+_CONCLUDES = re.compile(r",\s*+(?:(?:so|thus|hence|therefore)\b[^,]*+|[\"'*_`]*+)$", re.IGNORECASE)
+"""Before an answer that is given although its sentence began as a refusal ("Hard to judge, so 6.")."""
+_GOES_ON = re.compile(r"\s++(?!out of\b)\w")
+"""After a word that is not an answer there ("Hard to judge, no text is visible")."""
 _REFUSED = re.compile(
     r"\b(?:can(?:not|'t| not)|could(?:n't| not)|wo(?:n't|uld not)|will not|rather not|refuse to|decline to|unable to|"
     r"not able to|(?:impossible|hard|difficult|not possible|no way) to)\s+(?:\w+\s+){0,2}?(?:answer|say|tell|determine|"
@@ -84,7 +93,7 @@ class Scale:
         """Least and greatest value."""
         return min(self.values.values()), max(self.values.values())
 
-    @property
+    @cached_property
     def is_numeric(self) -> bool:
         """Its answers are numbers that mean themselves, so that "4.5" can be read, too."""
         return all(answer.isdigit() and float(answer) == value for answer, value in self.values.items())
@@ -100,12 +109,11 @@ class Scale:
         beginning ("Well, …"). ValueError says why an answer cannot be read.
         """
         text = ("".join(token.text for token in answer.tokens) or answer.text).replace("’", "'")
-        named = self._mentions(text)
-        given = [one for one in named if not self._is_retracted(text, one)]
+        named, given = self._mentions(text)
         if given and take == "last":  # a clause that names several has not come to one
             start = max(text.rfind(mark, 0, given[-1].start()) for mark in ".!?:;\n")
             last = [one for one in given if one.start() > start]
-            given = last if len({one[0].lower() for one in last}) == 1 else []
+            given = last if self._agree(last) else []
         match = (given[0 if take == "first" else -1]) if given else None
         if (named and not given) or _refuses(text, match, take):
             raise ValueError(f"the answer {answer.shown} refuses, or names no one answer of the scale {self}")
@@ -116,30 +124,35 @@ class Scale:
             if reading is None or reading.mass is None or reading.mass < min_mass:
                 raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
             return reading
-        name, place = match[0].lower(), match.start()
-        low, high = self.range
-        if name not in self.values and ("." not in name or not low <= float(name) <= high):
-            raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
+        name = match[0].lower()
         if name in self.values:
-            reading = self._by_tokens(answer.tokens, _token_at(answer.tokens, place))
+            reading = self._by_tokens(answer.tokens, _token_at(answer.tokens, match.start()))
             return reading or Reading(self.values[name])
+        low, high = self.range
+        if "." not in name or not low <= float(name) <= high:
+            raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
         return Reading(float(name))
 
-    def _mentions(self, text: str) -> list[re.Match[str]]:
-        """Answers in the text, and on a numeric scale all numbers."""
-        before = r"(?<![\w./-])" if self.is_numeric else r"(?<!\w)"
-        return list(re.finditer(rf"{before}(?:{self._pattern})(?!\w)", text, re.IGNORECASE))
+    def _mentions(self, text: str) -> tuple[list[re.Match[str]], list[re.Match[str]]]:
+        """Returns the answers in the text (on a numeric scale all numbers) and those of them that it gives: not denied,
+        and not in one breath or list with an answer of another value."""
+        found = list(re.finditer(rf"(?<!\w)(?:{self._pattern})(?!\w)", text, re.IGNORECASE))
+        together = [bool(_BREATH.fullmatch(text, a.end(), b.start())) for a, b in pairwise(found)] + [False]
+        breaths = [found[:1]]
+        for (a, b), is_together, goes_on in zip(pairwise(found), together, together[1:], strict=False):
+            is_listed = goes_on and text[a.end() : b.start()].strip() == ","
+            in_turn = _TURN.fullmatch(text, a.end(), b.start()) and (is_listed or _END.match(text, b.end()))
+            if not (is_together or in_turn):
+                breaths.append([])
+            breaths[-1].append(b)
+        parts = (".", "/", "-") if self.is_numeric else ()  # of a longer number, a fraction or a range
+        named = [one for one in found if not text.endswith(parts, 0, one.start())]
+        agreed = {one for breath in breaths if self._agree(breath) for one in breath}
+        return named, [one for one in named if one in agreed and not _ends_before(one, _DENIED)]
 
-    def _is_retracted(self, text: str, mention: re.Match[str]) -> bool:
-        """True for a mention that is denied, or stands with another answer in one breath."""
-        answer = f"(?:{self._pattern})"
-        breath = _BREATH if self.is_numeric else rf"{_BREATH}|\s*/\s*"
-        several = rf"(?:\s*,\s*{answer})*(?:\s*,)?(?:{breath}){answer}(?!\w)"
-        in_turn = rf"[\s.,;:!?…]+{answer}(?=\s*(?:[.,;:!?…]|$))"
-        listed = rf"(?<!\w){answer}(?:{several}|{in_turn})+"
-        spans = [one.span() for one in re.finditer(listed, text, re.IGNORECASE)]
-        is_listed = any(start <= mention.start() < end for start, end in spans)
-        return is_listed or _DENIED.search(text, 0, mention.start()) is not None
+    def _agree(self, mentions: Sequence[re.Match[str]]) -> bool:
+        """True if all have the same value."""
+        return len({float(one[0]) if self.is_numeric else self.values.get(one[0].lower()) for one in mentions}) == 1
 
     def _is_cut(self, text: str, match: re.Match[str]) -> bool:
         """True if what follows the end of the text might have continued the answer itself."""
@@ -215,18 +228,24 @@ def _joined(begun: str, text: str) -> str:
     return begun + _clean(text) if text[:1].isalnum() else begun
 
 
+def _ends_before(answer: re.Match[str], pattern: re.Pattern[str], start: int = 0) -> re.Match[str] | None:
+    """Searches the 60 characters before the answer only: a text of many answers is read in linear time."""
+    return pattern.search(answer.string, max(start, answer.start() - 60), answer.start())
+
+
 def _refuses(text: str, answer: re.Match[str] | None, take: Take) -> bool:
     """True if the text refuses before its answer is given, or, without one, anywhere. An answer that begins the text is
-    given, whatever follows."""
-    start, end = 0, len(text)
-    if answer is not None:
-        if take == "last":
-            start = max(text.rfind(mark, 0, answer.start()) for mark in ".!?\n") + 1
-        end = min((at for mark in ".!?\n" if (at := text.find(mark, answer.end())) >= 0), default=end)
-        if not _clean(text[start : answer.start()]):
-            refusal = _REFUSED.match(text, answer.start())
-            return refusal is not None
-    return _REFUSED.search(text, start, end) is not None
+    given, whatever follows; one that concludes its sentence ("Hard to judge, so 6."), whatever precedes it there."""
+    if answer is None:
+        return _REFUSED.search(text) is not None
+    sentence = max(text.rfind(mark, 0, answer.start()) for mark in ".!?\n") + 1
+    start = sentence if take == "last" else 0
+    end = min((at for mark in ".!?\n" if (at := text.find(mark, answer.end())) >= 0), default=len(text))
+    if not _clean(text[start : answer.start()]):
+        return _REFUSED.match(text, answer.start()) is not None
+    concludes = None if _GOES_ON.match(text, answer.end()) else _ends_before(answer, _CONCLUDES, sentence)
+    parts = [(start, sentence), (concludes.start(), end)] if concludes else [(start, end)]
+    return any(_REFUSED.search(text, *part) for part in parts)
 
 
 def _first_word(tokens: Sequence[Token]) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -97,7 +99,7 @@ def test_text_before_the_answer_and_the_last_place() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4", 4.0), ("Rating: 3/5", 3.0), ("**5**.", 5.0), ("4.5", 4.5), (" 2\n", 2.0)],
+    [("4", 4.0), ("Rating: 3/5", 3.0), ("**5**.", 5.0), ("4.5", 4.5), (" 2\n", 2.0), ("4.0\n\n4", 4.0)],
 )
 def test_numbers_in_text(text: str, value: float) -> None:
     reading = Scale.parse("1-5").read(Answer(text))
@@ -161,6 +163,21 @@ CORPUS = {
         ("Yes. No.", NONE, NONE),
         ("Yes, but also no.", NONE, NONE),
         ("yes/no", NONE, NONE),
+        ("Yes. Yes.", 1.0, 1.0),
+        ("Yes, yes.", 1.0, 1.0),
+        ("Yes!\n\nYes", 1.0, 1.0),
+        ("Answer: yes\nYes.", 1.0, 1.0),
+        ("**No**\n\n**No**", 0.0, 0.0),
+        ("no or no", 0.0, 0.0),
+        ("Yes, yes, no.", NONE, NONE),
+        ("Yes. Yes. No.", NONE, NONE),
+        ("**Yes.** **No.**", NONE, NONE),
+        ("Yes, no or little noise is visible", 1.0, NONE),
+        ("Hard to judge, no.", 0.0, 0.0),
+        ("I can't tell, no text is visible", NONE, NONE),
+        ("I can't see it, so I won't say yes.", NONE, NONE),
+        ("I cannot judge this, so no answer.", NONE, NONE),
+        ("I cannot tell, yes or no.", NONE, NONE),
     ],
     "1-5": [
         ("4", 4.0, 4.0),
@@ -176,9 +193,25 @@ CORPUS = {
         ("5. 1.", NONE, NONE),
         ("I can't rate this from 1 to 5", NONE, NONE),
         ("I won't rate it, but 3", NONE, NONE),
+        ("Score: 4\n\n4", 4.0, 4.0),
+        ("4/5. 4.", 4.0, 4.0),
+        ("Score: 4\n\n5", NONE, NONE),
+        ("2, 3, 4, or 5", NONE, NONE),
+        ("I cannot say it is perfect, so 3.", 3.0, 3.0),
+        ("I can't call it perfect or rate it higher, so I give it **4**/5.", 4.0, 4.0),
+        ("Hard to judge, 3.", 3.0, 3.0),
+        ("Hard to judge, so 3 out of 5", 3.0, 3.0),
+        ("I cannot rate a blank picture. Hard to judge, 3.", NONE, 3.0),
+    ],
+    "table": [
+        ("Score: 4\n\n4", 0.75, 0.75),
+        ("4 or 4", 0.75, 0.75),
+        ("Score: 4\n\n3", NONE, NONE),
+        ("2, 3 or 4", NONE, NONE),
     ],
 }
 CASES = [(scale, *case) for scale, cases in CORPUS.items() for case in cases]
+TABLE = {str(number): number / 4 - 0.25 for number in range(1, 6)}
 
 
 @pytest.mark.parametrize("with_tokens", [False, True])
@@ -188,7 +221,8 @@ def test_a_text_is_read_only_where_it_gives_one_answer(
     scale: str, text: str, first: float | None, last: float | None, take: Take, with_tokens: bool
 ) -> None:
     """Tokens would give half of the probability of each place to an answer of the scale."""
-    names = list(Scale.parse(scale).values)
+    parsed = Scale.parse(TABLE if scale == "table" else scale)
+    names = list(parsed.values)
     tokens = tuple(
         Token(part, math.log(0.6), ((part, math.log(0.6)), (names[0], math.log(0.2)), (names[1], math.log(0.2))))
         for part in re.findall(r"\W*\w+|\W+$", text)
@@ -197,11 +231,42 @@ def test_a_text_is_read_only_where_it_gives_one_answer(
     expected = first if take == "first" else last
     if expected is None:
         with pytest.raises(ValueError, match="refuses, or names no one answer"):
-            Scale.parse(scale).read(said, take)
+            parsed.read(said, take)
     elif with_tokens:
-        assert Scale.parse(scale).read(said, take).mass is not None
+        assert parsed.read(said, take).mass is not None
     else:
-        assert Scale.parse(scale).read(said, take).value == expected
+        assert parsed.read(said, take).value == expected
+
+
+TEXTS = [
+    "1, ",
+    "yes, ",
+    "1 ",
+    "no or ",
+    "1-",
+    "yes / ",
+    "I see no flaws, no noise and no text in this picture ",
+    "not no ",
+    "I cannot say, no, ",
+    "hard to judge, so 4, ",
+    'yes """"',
+    "1a",
+]
+LONG = {text: text * (20_000 // len(text)) for text in TEXTS} | {
+    "enumeration": ", ".join(map(str, range(4_000))),
+    "spaces": f"yes, {' ' * 20_000}x cannot{' ' * 20_000}x not{' ' * 20_000}no",
+    "quotes": "yes or" + '"' * 20_000 + "x no",
+}
+
+
+@pytest.mark.parametrize("take", ["first", "last"])
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_long_texts_are_read_in_linear_time(text: str, take: Take) -> None:
+    start = time.monotonic()
+    for scale in (YES_NO, Scale.parse("0-100"), Scale.parse(TABLE)):
+        with contextlib.suppress(ValueError):
+            scale.read(Answer(text), take)
+    assert time.monotonic() - start < 5.0  # of about 0.3 s; quadratic steps take minutes
 
 
 @pytest.mark.parametrize(
