@@ -29,6 +29,7 @@ from flowfleet.cli.up import StackDir, up
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
+from flowfleet.errors import Conflict, FlowfleetError, NotFound
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job
 from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
 from flowfleet.models.registry import family_of
@@ -272,8 +273,28 @@ def delete(
             return
         end = before.replace(tzinfo=UTC)
         found = [job.id for job in client.jobs() if job.ended_at is not None and job.ended_at < end]
-        deleted = [client.delete(one, files=files) for one in found]
+        deleted, failed = _delete_each(client, found, files)
     tell(deleted, json_, lambda: out.print(views.jobs_table(deleted)))
+    if failed:
+        err.print(*failed, sep="\n", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _delete_each(client: Client, job_ids: list[str], files: bool) -> tuple[list[Job], list[str]]:
+    """Returns the deleted jobs, and why others stay; leaves out those that are gone."""
+    deleted: list[Job] = []
+    failed: list[str] = []
+    for number, job_id in enumerate(job_ids):
+        try:
+            deleted.append(client.delete(job_id, files=files))
+        except NotFound:  # the controller removed it meanwhile
+            continue
+        except FlowfleetError as error:
+            failed.append(f"job {job_id}: {error}")
+            if not isinstance(error, Conflict):  # it concerns all jobs
+                failed.append(f"{len(job_ids) - number - 1} more jobs were not tried: run the command again")
+                break
+    return deleted, failed
 
 
 @app.command()
