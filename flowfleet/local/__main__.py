@@ -38,7 +38,6 @@ def main(arguments: list[str]) -> int:
 
 def _log_to(state: StateDir) -> TextIO:
     state.make()
-    state.logs.mkdir(exist_ok=True)
     file = state.log("supervisor").open("a", encoding="utf-8")
     handler = logging.StreamHandler(file)
     handler.setFormatter(JsonFormatter("supervisor"))

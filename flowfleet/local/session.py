@@ -110,6 +110,9 @@ def local_stack(options: StackOptions) -> Iterator[Stack]:
 
 def stop_stack(state: StateDir) -> bool:
     """Ends the stack of a state directory, live or left behind. False where there was nothing to end."""
+    if not state.path.exists():
+        return False
+    state.make()
     supervisor = state.supervisor_pid()
     if supervisor is None:
         with state.lock():

@@ -7,8 +7,10 @@ trainers/       a record of each trainer, written by the controller that launche
 logs/           one file a process
 redis/          data of the Redis server (0700)
 secrets/        passwords, tokens and the API key by kind of process (0700)
+jobs/, uploads/ what the controller keeps for jobs
 
-The directory is its owner's alone (0700), and a file in it is believed only where no other user could write it.
+The directory is its owner's alone (0700), unless it holds other things too: then each of these folders is. A file in
+it is believed only where no other user could write it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flowfleet.local.files import make_private, open_own, read_own, write_atomically
+from flowfleet.local.files import is_private, make_private, open_own, read_own, take, write_atomically
 
 DEFAULT_STATE_DIR = Path("runs/local")
 DEFAULT_PORT = 8470
@@ -42,6 +44,10 @@ LOCK_POLL_S = 0.05
 LOCK_PATIENCE_S = 0.5
 """Others look at the lock for a moment."""
 CLEANUP_PATIENCE_S = 30.0
+_FOLDERS = ("processes", "trainers", "logs", "redis", "secrets")
+_DATA = ("jobs", "uploads")
+_NAMES = frozenset({*_FOLDERS, *_DATA, "stack.json", "supervisor.pid", "keys.toml", "rewards.toml"})
+"""Everything that a stack has in its directory."""
 
 
 class StackError(Exception):
@@ -129,11 +135,15 @@ class StateDir:
             return None
 
     def make(self) -> None:
-        """Makes the directory its owner's alone. Raises StackError for one of another user."""
+        """Makes the directory or takes it over, with files of earlier releases, which others could write. Raises
+        StackError for one in which another user could replace files."""
         try:
-            make_private(self.path)
+            take(self.path, _NAMES)
+            for name in (*_FOLDERS, *(() if is_private(self.path) else _DATA)):
+                make_private(self.path / name)
         except OSError as error:
             raise StackError(f"no stack can run in {self.path} ({error}): give another --state-dir") from None
+        open_own(self.lock_file, os.O_RDWR | os.O_CREAT).close()
 
     @contextlib.contextmanager
     def lock(self, owner: int | None = None) -> Iterator[None]:

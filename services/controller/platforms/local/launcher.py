@@ -54,6 +54,8 @@ class LocalLauncher:
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
+        with contextlib.suppress(OSError):  # there is none yet, or it is another user's: its records are not believed
+            self._directory.chmod(0o700)  # so that records are believed which an earlier release let others write
         self._forks = TrainerForks(python, _environment, self._logs / "trainers.log", TRAINER)
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:

@@ -53,6 +53,23 @@ async def test_a_trainer_is_adopted_by_the_next_controller(
     assert not await launcher.alive("job")
 
 
+@pytest.mark.parametrize("mode", [0o664, 0o666])
+async def test_a_trainer_of_an_earlier_release_is_adopted_and_ended(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, mode: int
+) -> None:
+    """Earlier ones heeded the umask."""
+    await launcher.ensure("job", spec)
+    pid, record = _pid(tmp_path), tmp_path / "trainers" / "job.json"
+    record.chmod(mode)
+    record.parent.chmod(0o777)
+    second = LocalLauncher(tmp_path)
+    await second.ensure("job", spec)
+    assert _pid(tmp_path) == pid
+    assert await second.alive("job")
+    await second.stop("job", at_once=True)
+    assert _gone(pid)
+
+
 async def test_a_killed_trainer_is_noticed_and_started_again(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
 ) -> None:
