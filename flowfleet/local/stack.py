@@ -44,6 +44,7 @@ LOCK_POLL_S = 0.05
 LOCK_PATIENCE_S = 0.5
 """Others look at the lock for a moment."""
 CLEANUP_PATIENCE_S = 30.0
+PROC = Path("/proc")
 _FOLDERS = ("processes", "trainers", "logs", "redis", "secrets")
 _DATA = ("jobs", "uploads")
 _NAMES = frozenset({*_FOLDERS, *_DATA, "stack.json", "supervisor.pid", "keys.toml", "rewards.toml"})
@@ -183,11 +184,13 @@ def stack_at(url: str) -> Stack | None:
 
 
 def _watched_folders() -> Iterator[Path]:
-    """State directories of the watchdogs of this machine: every running stack has one, which is never forked."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    """State directories of the watchdogs of this user: every running stack has one, which is never forked."""
+    for process in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            words = file.read_bytes().split(b"\0")
-            if words[1:3] == [b"-m", WATCHDOG.encode()]:
+            if process.stat().st_uid != os.geteuid():
+                continue
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if words[1:3] == [b"-m", WATCHDOG.encode()] and any(words[3:4]):
                 yield Path(os.fsdecode(words[3]))
 
 
