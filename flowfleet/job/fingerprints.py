@@ -18,6 +18,8 @@ from typing import Final
 from flowfleet import hub
 from flowfleet.job.spec import JobSpec
 
+_FORMAT: Final = "1"
+"""Begins each fingerprint, and is raised when the same files get another: releases compare only their own."""
 CHANGED: Final = "is not what it was when the job began"
 """Words of every reason that names a changed input."""
 _READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
@@ -26,6 +28,7 @@ _WHOLE_BYTES: Final = 2**26
 _STRIDE, _PIECE = 2**20, 2**12
 _READERS: Final = 8
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_UNREADABLE: Final = "unreadable"
 
 
 def inputs_of(spec: JobSpec) -> dict[str, str]:
@@ -41,15 +44,19 @@ def fingerprint(path: str | Path) -> str:
 
     A file above 64 MiB is read in 4 KiB of each MiB, so that a checkpoint of 40 GB takes seconds: weights that were
     trained on, rounded or replaced differ nearly everywhere. Times and places do not count, so copies are equal. Links
-    to nothing are absent; of a file that cannot be read only the name counts, and who loads it says so.
+    to nothing are absent. Of a file that cannot be read only the name counts, and who loads it says so; such a digest
+    is of a format of its own, because another process may read that file.
     """
     root = Path(path)
     files = sorted(_files(root)) if os.path.isdir(root) else [root]
     with ThreadPoolExecutor(_READERS, "fingerprint") as pool:
         digests = pool.map(_digest, files)
         known = [(file, digest) for file, digest in zip(files, digests, strict=True) if digest]
-    lines = [f"{file.relative_to(root)} {digest}" for file, digest in known]
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest() if lines else ""
+    if not known:
+        return ""
+    lines = "\n".join(f"{file.relative_to(root)} {digest}" for file, digest in known)
+    form = f"{_FORMAT}-partly" if any(digest == _UNREADABLE for _, digest in known) else _FORMAT
+    return f"{form}:{hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()}"
 
 
 def fingerprints(spec: JobSpec) -> dict[str, str]:
@@ -57,10 +64,15 @@ def fingerprints(spec: JobSpec) -> dict[str, str]:
     return {setting: digest for setting, path in inputs_of(spec).items() if (digest := fingerprint(path))}
 
 
+def differ(known: str, found: str) -> bool:
+    """Returns True if both fingerprints are of one format, and not equal."""
+    return known != found and known.partition(":")[0] == found.partition(":")[0]
+
+
 def change(known: Mapping[str, str], found: Mapping[str, str], places: Mapping[str, str]) -> str:
     """Reason to pause for an input that differs; empty where none does. What is gone its reader misses."""
     for setting, digest in found.items():
-        if known.get(setting, digest) != digest:
+        if differ(known.get(setting, ""), digest):
             return (
                 f"{setting}: {places.get(setting, 'its data')} {CHANGED}: put the former files back and resume the "
                 "job, or submit a new job with these"
@@ -84,7 +96,7 @@ def _digest(file: Path) -> str:
     try:
         return _content(file) if stat.S_ISREG(file.stat().st_mode) else ""
     except OSError as error:
-        return "" if error.errno in _ABSENT else "unreadable"
+        return "" if error.errno in _ABSENT else _UNREADABLE
 
 
 def _content(file: Path) -> str:

@@ -13,6 +13,7 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import overload
 
@@ -23,6 +24,10 @@ from flowfleet.prompts.prompt import Prompt
 ROWS_AT = 8 * (MAX_PROMPTS + 1)
 _ENTRIES = 1 << 17
 """Entries that are read or written at once."""
+_DIGESTED = 1 << 6
+"""Prompts that are hashed at once."""
+_FORMAT = "1"
+"""Begins each digest, and is raised when the same prompts get another."""
 
 
 class Packer:
@@ -106,11 +111,15 @@ class Prompts(Sequence[Prompt]):
                     yield self[number]
 
     def digest(self) -> str:
-        """Changes with any prompt, and with the file and line that it comes from."""
-        found = hashlib.sha256("\n".join(self.files).encode())
-        for place in range(0, self.size_bytes, _ENTRIES):
-            found.update(os.pread(self.descriptor, min(_ENTRIES, self.size_bytes - place), ROWS_AT + place))
-        return found.hexdigest()
+        """Fingerprint (flowfleet/job/fingerprints.py) of the prompts in their order, wherever each comes from."""
+        found = hashlib.sha256()
+        for start in range(0, self.num_prompts, _DIGESTED):
+            places = [entry >> 1 for entry in self._entries(start, min(_DIGESTED, self.num_prompts - start) + 1)]
+            rows = os.pread(self.descriptor, places[-1] - places[0], ROWS_AT + places[0])
+            for begin, end in pairwise(places):
+                prompt, _file, _line = rows[begin - places[0] : end - places[0]].rsplit(b",", 2)
+                found.update(prompt)
+        return f"{_FORMAT}:{found.hexdigest()}"
 
     def _entries(self, first: int, count: int) -> array[int]:
         return array("Q", os.pread(self.descriptor, 8 * count, 8 * first))

@@ -18,7 +18,7 @@ from typing import Any
 from flowfleet import hub
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import Conflict, DataLoss, Unavailable
-from flowfleet.job.fingerprints import CHANGED, fingerprint
+from flowfleet.job.fingerprints import CHANGED, differ, fingerprint
 from flowfleet.models.registry import family_of
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.weights import weights
@@ -193,7 +193,7 @@ def _local(model: rollout_pb2.ModelSpec) -> rollout_pb2.ModelSpec:
     resolved = rollout_pb2.ModelSpec()
     resolved.CopyFrom(model)
     resolved.path = str(hub.pipeline(model.path))
-    if model.fingerprint and fingerprint(resolved.path) not in ("", model.fingerprint):
+    if model.fingerprint and differ(model.fingerprint, fingerprint(resolved.path)):
         raise Conflict(f"model.path: {model.path} {CHANGED}: put the former files back and resume the job")
     family_of(resolved.path)
     return resolved

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flowfleet.job import fingerprints as prints
-from flowfleet.job.fingerprints import CHANGED, change, fingerprint, inputs_of
+from flowfleet.job.fingerprints import CHANGED, change, differ, fingerprint, inputs_of
 from flowfleet.job.spec import parse_job
 
 
@@ -92,7 +92,18 @@ def test_of_an_unreadable_file_the_name_counts(
 
     readable = fingerprint(model)
     monkeypatch.setattr(Path, call, refusing)
-    assert fingerprint(model) == fingerprint(model) not in ("", without, readable)
+    unread = fingerprint(model)
+    assert unread == fingerprint(model) not in ("", without, readable)
+    assert not differ(readable, unread)  # another process reads what this one cannot
+    (model / "model_index.json").write_text("{} ")
+    assert differ(unread, fingerprint(model))
+
+
+def test_fingerprints_of_another_format_are_not_compared(model: Path) -> None:
+    """The digest is written down here: raise the format when what it is of changes."""
+    assert fingerprint(model) == "1:3bc04f1966e5aac1f028c2a9fb870866a33ccf3e5f6715bfc51eb7b078c37dfd"
+    for known in ("", "2:x", "x"):  # none; of a later release; of one before formats
+        assert not change({"model.path": known}, {"model.path": fingerprint(model)}, {})
 
 
 def test_a_large_file_is_read_in_parts_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +124,7 @@ def test_a_reason_names_the_setting_and_its_place(model: Path) -> None:
     part = {"path": str(model), "adapter": "a.safetensors"}
     spec = parse_job({"model": part, "rewards": {"ocr": {}}, "data": {"train": "t"}})
     assert inputs_of(spec) == {"model.path": str(model), "model.adapter": "a.safetensors"}
-    known = {"model.path": fingerprint(model), "model.adapter": "x", "data.train": "x"}
+    known = {"model.path": fingerprint(model), "model.adapter": "1:x", "data.train": "1:x"}
     assert change(known, {"model.path": known["model.path"]}, inputs_of(spec)) == ""  # the adapter is gone by now
-    assert f"model.path: {model} {CHANGED}" in change(known, {"model.path": "y"}, inputs_of(spec))
-    assert f"data.train: its data {CHANGED}" in change(known, {"data.train": "y"}, inputs_of(spec))
+    assert f"model.path: {model} {CHANGED}" in change(known, {"model.path": "1:y"}, inputs_of(spec))
+    assert f"data.train: its data {CHANGED}" in change(known, {"data.train": "1:y"}, inputs_of(spec))

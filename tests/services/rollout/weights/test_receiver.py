@@ -102,6 +102,8 @@ async def test_a_model_that_was_changed_since_the_job_began_is_refused(folder: s
     await receiver.init(init)
     with pytest.raises(Conflict, match=f"{folder} {CHANGED}"):
         await receiver_with(ValueError()).init(init)
+    model.fingerprint = "0:of another release"
+    await receiver_with(ValueError()).init(rollout_pb2.InitWeightTransferRequest(job_id="job", model=model))
 
 
 async def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:
