@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from flowfleet.extras import pip_install
+
 MODELS = "FLOWFLEET_HUB_MODELS"
 """ORG and ORG/NAME, separated by commas: what a fleet's services may download; `*` is everything."""
 OFFLINE = "HF_HUB_OFFLINE"
@@ -190,7 +192,7 @@ def _snapshot(
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
-        raise ValueError(f"{name} is a model of the Hub, which needs huggingface_hub: install flowfleet[hub]") from None
+        raise ValueError(f"{name} is a model of the Hub, which needs huggingface_hub: {pip_install('hub')}") from None
     disable_progress_bars()
     fetch = partial(
         snapshot_download,

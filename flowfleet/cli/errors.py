@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flowfleet.api.problems import ApiError
 from flowfleet.cli.options import err
+from flowfleet.extras import pip_install
 from flowfleet.filesystem import check_names
 from flowfleet.local.stack import StackError
 
@@ -53,7 +54,7 @@ class Group(typer.core.TyperGroup):
             if (error.name or "").partition(".")[0] in ("", "flowfleet", "services"):
                 raise
             command, needs = ctx.invoked_subcommand, f"needs the module {error.name}, which is not installed"
-            message = f"`flowfleet {command}` {needs}: pip install 'flowfleet[{EXTRAS.get(command, 'local')}]'"
+            message = f"`flowfleet {command}` {needs}: {pip_install(EXTRAS.get(command, 'local'))}"
         except (ApiError, StackError, ValueError, OSError) as error:
             message = str(error)
         except KeyboardInterrupt:

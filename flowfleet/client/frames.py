@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowfleet.api.jobs import MetricsRow
 from flowfleet.api.samples import Sample
+from flowfleet.extras import pip_install
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -34,7 +35,7 @@ def picture(data: bytes, media_type: str) -> Image:
 
         from flowfleet.media.files import as_rgb
     except ModuleNotFoundError:
-        raise ValueError("pictures need Pillow: pip install 'flowfleet[notebook]'") from None
+        raise ValueError(f"pictures need Pillow: {pip_install('notebook')}") from None
     return as_rgb(Image.open(io.BytesIO(data)))
 
 
@@ -43,7 +44,7 @@ def _frame(rows: Sequence[dict[str, Any]], columns: list[str]) -> DataFrame:
     try:
         import pandas
     except ModuleNotFoundError:
-        raise ValueError("frames need pandas: pip install 'flowfleet[notebook]'") from None
+        raise ValueError(f"frames need pandas: {pip_install('notebook')}") from None
     return pandas.DataFrame(rows, columns=None if rows else columns)
 
 

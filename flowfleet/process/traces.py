@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from flowfleet.extras import pip_install
 from flowfleet.proto.common_pb2 import Sample
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def start(service: str) -> None:
 
         _tracer = Tracer(service, _protocol(os.environ))
     except ImportError as error:
-        log.warning("traces are off: %s; install the extra flowfleet[traces], or unset %s", error, ENDPOINTS[1])
+        log.warning("traces are off: %s; %s, or unset %s", error, pip_install("traces"), ENDPOINTS[1])
     except ValueError as error:
         log.warning("traces are off: %s", error)
 

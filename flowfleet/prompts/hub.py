@@ -11,6 +11,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
+from flowfleet.extras import pip_install
 from flowfleet.prompts.formats import SUFFIXES
 
 SCHEME = "hf://"
@@ -70,7 +71,7 @@ def _files() -> Any:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError:
-        raise ValueError("reading hf:// needs huggingface_hub: install flowfleet[data] where data are read") from None
+        raise ValueError(f"reading hf:// needs huggingface_hub: {pip_install('data')} where data are read") from None
     return HfFileSystem(
         endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN") or False, skip_instance_cache=True
     )

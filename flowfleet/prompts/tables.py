@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO, Literal
 
+from flowfleet.extras import pip_install
+
 TableFormat = Literal["parquet", "arrow"]
 MAX_ROWS = 4_000_000
 """Rows of a data set."""
@@ -19,7 +21,7 @@ BATCH_ROWS = 1024
 SLICE_BYTES = 32 * 2**20
 """Bytes of rows that are decoded at once, unless a row has more."""
 BUFFER_BYTES = 2**20
-MISSING = "reading .parquet and folders of `datasets` needs pyarrow: install flowfleet[data] where data are read"
+MISSING = f"reading .parquet and folders of `datasets` needs pyarrow: {pip_install('data')} where data are read"
 _SHOWN = 10
 _REPEATING = ("dictionary", "run_end", "view")
 """Words in the names of types whose rows may share bytes."""

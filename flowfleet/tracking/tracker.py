@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flowfleet.api.jobs import Job
+from flowfleet.extras import pip_install
 from flowfleet.tracking.place import State
 
 SUFFIXES: Final[Mapping[str, str]] = {
@@ -132,4 +133,4 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 def missing(extra: str, error: ImportError) -> ValueError:
     """The error of a tracker that is not installed."""
     package = (error.name or extra).partition(".")[0]
-    return ValueError(f"{package} is not installed: pip install 'flowfleet[{extra}]'")
+    return ValueError(f"{package} is not installed: {pip_install(extra)}")

@@ -121,7 +121,7 @@ def test_a_command_that_needs_more_says_which_extra_has_it(words: str, extra: st
     told = " ".join(done.stderr.split())
     assert re.fullmatch(
         rf"error: `flowfleet {words.split()[0]}` needs the module \S+, which is not installed: "
-        rf"pip install 'flowfleet\[{extra}\]'",
+        rf"pip install -e '\S+\[{extra}\]'",
         told,
     )
 

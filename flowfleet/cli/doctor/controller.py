@@ -42,7 +42,7 @@ def _version(url: str, version: str) -> Finding:
     versions = f"{url} runs {version}, this is {installed}"
     if version.split(".")[:2] == installed.split(".")[:2]:
         return ok("controller", versions)
-    return note("controller", versions, f"pip install 'flowfleet=={version}': other versions may differ in settings")
+    return note("controller", versions, f"use version {version} here too: others may differ in settings")
 
 
 def _fleet(fleet: Fleet, *, is_here: bool) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from flowfleet.cli.doctor.finding import Finding, note, ok, problem
+from flowfleet.extras import pip_install
 from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local.ports import is_free
 from flowfleet.local.stack import DEFAULT_PORT, StateDir
@@ -75,7 +76,7 @@ def _devices() -> Iterator[Finding]:
 
 def _redis() -> Finding:
     if importlib.util.find_spec("redis") is None:
-        return problem("redis", "the Redis client is not installed", "pip install 'flowfleet[local]'")
+        return problem("redis", "the Redis client is not installed", pip_install("local"))
     from flowfleet.errors import Unavailable
     from flowfleet.redis.server import find_redis_server, server_version
 

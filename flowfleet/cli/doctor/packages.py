@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from flowfleet.cli.doctor.finding import Finding, note, ok, problem
+from flowfleet.extras import pip_install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -20,7 +21,7 @@ def look_at_packages() -> Iterator[Finding]:
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:
-        yield problem("extra local", "not installed: only the client and the command line are", _install("local"))
+        yield problem("extra local", "not installed: only the client and the command line are", pip_install("local"))
         return
     required = [Requirement(line) for line in importlib.metadata.requires("flowfleet") or ()]
     for extra in EXTRAS:
@@ -37,17 +38,13 @@ def _extra(extra: str, required: Sequence[Requirement]) -> Finding:
     ]
     absent = [name for name, version in versions.items() if version is None]
     if wrong and not absent:
-        return problem(f"extra {extra}", f"versions that it does not accept: {', '.join(wrong)}", _install(extra))
+        return problem(f"extra {extra}", f"versions that it does not accept: {', '.join(wrong)}", pip_install(extra))
     if not absent:
         return ok(f"extra {extra}", ", ".join(f"{name} {version}" for name, version in versions.items()))
     missing = f"not installed: {', '.join(absent)}"
     if extra == "local":
-        return problem("extra local", missing, _install(extra))
-    return note(f"extra {extra}", missing, f"{_install(extra)}, if you need it")
-
-
-def _install(extra: str) -> str:
-    return f"pip install 'flowfleet[{extra}]'"
+        return problem("extra local", missing, pip_install(extra))
+    return note(f"extra {extra}", missing, f"{pip_install(extra)}, if you need it")
 
 
 def _parts(extra: str, required: Sequence[Requirement]) -> set[str]:

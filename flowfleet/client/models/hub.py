@@ -1,4 +1,4 @@
-"""Uploads a model's folder to the Hugging Face Hub with huggingface_hub (`pip install 'flowfleet[hub]'`).
+"""Uploads a model's folder to the Hugging Face Hub with huggingface_hub (`pip install -e '.[hub]'`).
 
 The user's own login counts (HF_TOKEN, `hf auth login`), and HF_ENDPOINT where it is set.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowfleet.extras import pip_install
 from services.reward.networks.checkpoints import DIGITS
 from services.reward.scorer import Outcome, Problem, Score, mean_score
 
@@ -22,7 +23,7 @@ def library(module: str, scorer: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         extra = f"reward-{scorer.replace('_', '-')}"
-        raise ValueError(f"scorer {scorer} needs the library ({error}): install flowfleet[{extra}]") from error
+        raise ValueError(f"scorer {scorer} needs the library ({error}): {pip_install(extra)}") from error
 
 
 def of_samples(found: Sequence[Outcome], lengths: Sequence[int]) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from flowfleet.api.samples import Sample
 from flowfleet.client import Client
 from flowfleet.client.connection import DEFAULT_URL, controller_url
 from flowfleet.client.frames import metrics_frame, samples_frame
+from flowfleet.extras import pip_install
 from flowfleet.local.stack import Stack, StateDir
 
 SAMPLE: dict[str, Any] = {"step": 3, "group": 1, "index": 0, "prompt": "a <b>", "reward": 0.5, "scores": {"ocr": 0.5}}
@@ -61,7 +63,7 @@ def test_frames() -> None:
 
 def test_frames_without_pandas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowfleet\[notebook\]'"):
+    with pytest.raises(ValueError, match=re.escape(pip_install("notebook"))):
         metrics_frame([])
 
 

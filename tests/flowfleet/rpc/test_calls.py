@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from flowfleet import errors
+from flowfleet.extras import pip_install
 from flowfleet.process import spans, traces
 from flowfleet.process.traces import StepIds
 from flowfleet.proto import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -234,4 +235,4 @@ def test_what_cannot_work_is_logged_and_the_service_runs(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     traces.start("test")
     assert traces.tracer() is None
-    assert "install the extra flowfleet[traces]" in caplog.text
+    assert pip_install("traces") in caplog.text

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flowfleet.cli.main import app
+from flowfleet.extras import pip_install
 from flowfleet.tracking.tracker import Histogram
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -25,7 +26,7 @@ def test_a_tracker_that_is_missing_names_its_extra(name: str) -> None:
         f"_tracker({name!r}, 'p', Path('x'), Path('y'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    assert f"ValueError: {name} is not installed: pip install 'flowfleet[{name}]'" in said
+    assert f"ValueError: {name} is not installed: {pip_install(name)}" in said
 
 
 @pytest.mark.parametrize("flags", [[], ["--wandb", "--mlflow"]])

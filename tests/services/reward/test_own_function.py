@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from flowfleet import conformance
+from flowfleet.extras import pip_install
 from flowfleet.proto.reward_pb2 import DescribeRequest, ScoreRequest, ScoreWithGradientRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rewards.gradients import PixelInput, read_gradient
@@ -182,7 +183,7 @@ def test_a_function_of_other_arguments_is_refused_at_the_start(folder: Path) -> 
 
 def test_without_torch_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.reward.scorers.python.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=re.escape("install flowfleet[reward-models]")):
+    with pytest.raises(ValueError, match=re.escape(pip_install("reward-models"))):
         make("python", settings(folder, "power"), 1)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
+from flowfleet.extras import pip_install
 from services.reward.answers import AnswerScorer
 from services.reward.scorer import ProcessLimits, ScorerSettings
 
@@ -41,7 +42,7 @@ class MathAnswers(AnswerScorer):
         try:
             self._library: Any = importlib.import_module("math_verify")
         except ImportError as error:
-            raise ValueError(f"scorer math needs math-verify ({error}): install flowfleet[reward-math]") from error
+            raise ValueError(f"scorer math needs math-verify ({error}): {pip_install('reward-math')}") from error
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self.version = f"1 (math-verify {version('math-verify')})"
         self._limit_s = settings.time_limit_s

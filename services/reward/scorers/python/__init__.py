@@ -34,6 +34,7 @@ from typing import Any, Final, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from flowfleet.extras import pip_install
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from services.reward.execution.evaluator import FAILED
 from services.reward.scorer import (
@@ -219,7 +220,7 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunc
     if not read.gradient:
         return PythonFunction(read)
     if find_spec("torch") is None:
-        raise ValueError("settings.gradient needs torch, which is not installed: install flowfleet[reward-models]")
+        raise ValueError(f"settings.gradient needs torch, which is not installed: {pip_install('reward-models')}")
     from services.reward.scorers.python.gradient import DifferentiableFunction
 
     return DifferentiableFunction(read, num_threads)

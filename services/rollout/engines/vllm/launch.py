@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from flowfleet.extras import pip_install
 from flowfleet.models.weight_files import TRANSFORMERS, weight_files
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
@@ -27,7 +28,7 @@ def require_installed() -> None:
     """Raises ValueError where vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "--engine vllm: vllm is not installed: pip install 'flowfleet[vllm-omni]' on NVIDIA GPUs, `make vllm-omni` "
+            f"--engine vllm: vllm is not installed: {pip_install('vllm-omni')} on NVIDIA GPUs, `make vllm-omni` "
             "on CPUs; or give --engine transformers"
         )
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowfleet.extras import pip_install
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from services.rollout.engines.vllm import cpu_kernels
 from services.rollout.engines.vllm_omni import slim_imports
@@ -27,7 +28,7 @@ def require_installed() -> None:
     missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"--engine vllm-omni: {' and '.join(missing)} not installed: pip install 'flowfleet[vllm-omni]' on NVIDIA "
+            f"--engine vllm-omni: {' and '.join(missing)} not installed: {pip_install('vllm-omni')} on NVIDIA "
             "GPUs, `make vllm-omni` on CPUs; or give --engine diffusers"
         )
 

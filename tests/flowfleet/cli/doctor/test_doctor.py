@@ -18,6 +18,7 @@ from flowfleet.cli.doctor.controller import look_at_controller
 from flowfleet.cli.doctor.finding import Finding, Status, as_notes, problem
 from flowfleet.cli.doctor.packages import _extra, look_at_packages
 from flowfleet.client.client import Client
+from flowfleet.extras import pip_install
 from flowfleet.hardware.accelerators import VISIBLE
 from flowfleet.local.stack import DEFAULT_PORT, StateDir
 
@@ -32,7 +33,7 @@ def test_versions_of_an_extra_are_held_against_what_it_accepts() -> None:
     here = Requirement("httpx>=0.1")
     assert _extra("data", [here]).status is Status.OK
     old = _extra("data", [here, Requirement("pydantic<1")])
-    assert (old.status, "pydantic" in old.found, old.advice) == (Status.PROBLEM, True, "pip install 'flowfleet[data]'")
+    assert (old.status, "pydantic" in old.found, old.advice) == (Status.PROBLEM, True, pip_install("data"))
     absent = Requirement("no-such-package>=1")
     assert _extra("local", [absent]).status is Status.PROBLEM
     assert _extra("mlflow", [absent]).status is Status.NOTE
