@@ -20,6 +20,7 @@ _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class Folders:
     def __init__(self, state_dir: Path, registry: CollectorRegistry) -> None:
         self._root = state_dir.resolve()
+        self._parts: set[str] = set()
         self._bytes = Gauge(
             "flowfleet_state_bytes", "Bytes on disk by entry of the state directory", ["part"], registry=registry
         )
@@ -42,11 +43,14 @@ class Folders:
 
     def measure(self) -> None:
         """Sets the metric. A file with several names counts once."""
-        self._bytes.clear()
         seen: set[tuple[int, int]] = set()
-        for part in self._root.iterdir() if self._root.is_dir() else ():
-            if part.is_dir() and not part.is_symlink():
-                self._bytes.labels(part.name).set(_bytes_below(part, seen))
+        parts = [part for part in (self._root.iterdir() if self._root.is_dir() else ()) if part.is_dir()]
+        found = {part.name: _bytes_below(part, seen) for part in parts if not part.is_symlink()}
+        for name in self._parts - found.keys():
+            self._bytes.remove(name)
+        for name, size in found.items():
+            self._bytes.labels(name).set(size)
+        self._parts = set(found)
 
 
 def _bytes_below(folder: Path, seen: set[tuple[int, int]]) -> int:

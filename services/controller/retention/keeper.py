@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -24,7 +24,7 @@ from flowfleet.redis.trouble import trouble
 from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
 from services.controller.retention.archiving import archive_job
 from services.controller.retention.folders import Folders
-from services.controller.retention.keep import DAY_S, Keep, to_remove, why_held
+from services.controller.retention.keep import DAY_S, Keep, clocks_differ, to_remove, too_many
 from services.controller.retention.memory import Memory
 from services.controller.store.leadership import LeaseLost
 from services.controller.store.removal import EndedJob, Leftover
@@ -99,8 +99,8 @@ class Keeper:
         left = await self._store.removal.leftovers()
         jobs = await self._read(now, left)
         await self._measure(jobs)
-        held = why_held(jobs, self._keep, now, self._clock())
-        removed = await self._due(jobs, now, held)
+        clocks = clocks_differ(now, self._clock())
+        removed, held = await self._due(jobs, now, clocks)
         for job in jobs:
             if not await self._archived(job):
                 continue
@@ -114,23 +114,36 @@ class Keeper:
         await self._clear(left)
         if not 0 <= (passed := now - self._swept) < SWEEP_EVERY_S:
             self._swept = now
-            if not held:
-                await self._blobs.sweep(PICTURES, PICTURE_TTL_S, now)
-            if self._uploads is not None and not held:
-                await self._sweep(self._uploads)
+            if not clocks:
+                await self._attempt("pictures", self._blobs.sweep(PICTURES, PICTURE_TTL_S, now))
+            if self._uploads is not None and not clocks:
+                await self._attempt("uploads", self._sweep(self._uploads))
             if self._folders is not None:
                 if not held:
-                    await self._sweep_folders(self._folders, 0.0 if passed == float("inf") else SWEEP_EVERY_S)
-                await asyncio.to_thread(self._folders.measure)
+                    seen_s = 0.0 if passed == float("inf") else SWEEP_EVERY_S
+                    await self._attempt("folders", self._sweep_folders(self._folders, seen_s))
+                await self._attempt("the metric of folders", asyncio.to_thread(self._folders.measure))
 
-    async def _due(self, jobs: list[EndedJob], now: float, held: str) -> dict[str, str]:
-        """Jobs to remove, and why. While removals by limits are held only what was deleted goes."""
+    async def _attempt(self, what: str, sweep: Awaitable[object]) -> None:
+        """Sweeps; an error must not keep the other sweeps from their turn."""
+        try:
+            await sweep
+        except LeaseLost:
+            raise
+        except Exception:  # of whatever a store's client raises
+            log.exception("keeper could not sweep %s and will in an hour", what)
+
+    async def _due(self, jobs: list[EndedJob], now: float, clocks: str) -> tuple[dict[str, str], str]:
+        """Jobs to remove, each with the reason, and why limits are held: then only what was deleted goes."""
+        limit = await self._memory.limit() if self._memory else 0
+        keep = self._keep.within(limit) if limit else self._keep
+        gone = to_remove(jobs, self._sizes, keep, now)
+        held = clocks or too_many(jobs, gone, keep, now)
         self._held.set(bool(held))
         if held:
             await self._store.removal.hold(held)
-            jobs = [job for job in jobs if job.wanted_gone]
-        limit = await self._memory.limit() if self._memory else 0
-        return to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
+            gone = {job.job_id: gone[job.job_id] for job in jobs if job.wanted_gone}
+        return gone, held
 
     async def _read(self, now: float, left: list[Leftover]) -> list[EndedJob]:
         """Ended jobs, the first to end first. Reads all at first and now and then, because a controller of an earlier

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from flowfleet.api.jobs import JobStatus
 from flowfleet.data.blobs import BlobStore
-from flowfleet.errors import NotFound
 from flowfleet.redis import keys
-from services.controller.retention.keep import DAY_S, MAX_SKEW_S, Keep, why_held
+from services.controller.retention.keep import DAY_S, MANY, MAX_SKEW_S, Keep, to_remove, too_many
 from services.controller.retention.keeper import Keeper
 from services.controller.store.removal import EndedJob
 from services.controller.store.store import Store
@@ -44,15 +47,15 @@ async def test_a_clock_that_is_wrong_at_start_deletes_no_history(
     store: Store, blobs: BlobStore, clock: Clock, redis_s: float, own_s: float
 ) -> None:
     """All combinations: with both right the one old job goes, with both equally wrong more than half would."""
-    jobs = await end_jobs(store, clock, (91.0, 30.0, 1.0, 0.0))
+    jobs = await end_jobs(store, clock, (91.0, *[30.0] * MANY))
     own = clock.now + own_s
     clock.now += redis_s
     await Keeper(store, blobs, Keep(), clock=lambda: own).look()
     is_right = redis_s == own_s == 0.0
-    assert await left(store, jobs) == [not is_right, True, True, True]
+    assert await left(store, jobs) == [not is_right, *[True] * MANY]
     held = await store.removal.held()
     assert ("limits remove no ended job" in held) == (redis_s != own_s)
-    assert ("more than half go only by an operator's word" in held) == (redis_s == own_s == YEAR_S)
+    assert ("11 of 11 ended jobs exceed 90 days" in held) == (redis_s == own_s == YEAR_S)
 
 
 async def test_limits_of_number_and_size_wait_as_well_and_what_was_deleted_goes(
@@ -64,36 +67,73 @@ async def test_limits_of_number_and_size_wait_as_well_and_what_was_deleted_goes(
     assert await left(store, jobs) == [True, True, False]
 
 
-def test_half_may_go_and_no_more() -> None:
+def ended(ages_days: Sequence[float], now: float) -> list[EndedJob]:
+    return [EndedJob(str(number), now - age * DAY_S, False, "") for number, age in enumerate(ages_days)]
+
+
+@pytest.mark.parametrize(("limit", "words"), [("days", "90 days"), ("jobs", "5 jobs"), ("gib", "5 GiB")])
+def test_each_limit_waits_before_many_and_more_than_half_go_at_once(limit: str, words: str) -> None:
     now = 1e9
-    for old, young in ((1, 1), (2, 2), (5, 6), (0, 0), (0, 3)):
-        jobs = [EndedJob(str(n), now - 91 * DAY_S, False, "") for n in range(old)]
-        jobs += [EndedJob(f"y{n}", now, False, "") for n in range(young)]
-        assert why_held(jobs, Keep(), now, now) == ""
-    jobs = [EndedJob(name, now - age * DAY_S, False, "") for name, age in (("a", 91), ("b", 91), ("c", 1))]
-    assert "2 of 3 ended jobs are older than 90 days" in why_held(jobs, Keep(), now, now)
-    assert why_held(jobs, Keep(days=0), now, now) == ""  # needs no clock
+
+    def why(old: int, young: int) -> str:
+        """Tries so many that go by the limit, and that stay."""
+        jobs = ended([91.0 if limit == "days" else 1.0] * old + [1.0] * young, now)
+        keep = Keep() if limit == "days" else Keep.model_validate({limit: young})
+        gone = to_remove(jobs, {job.job_id: 2**30 if limit == "gib" else 0 for job in jobs}, keep, now)
+        assert len(gone) == old
+        return too_many(jobs, gone, keep, now)
+
+    for old, young in ((1, 1), (MANY - 1, 1), (MANY, MANY), (30, 31)):
+        assert why(old, young) == ""
+    held = "Retention is paused: {} of {} ended jobs exceed {}. Check the clock; to remove them run `flowfleet delete "
+    for old in (MANY, 25):
+        assert why(old, 5).startswith(held.format(old, old + 5, words))
+
+
+@pytest.mark.parametrize("keep", [Keep(jobs=0), Keep(days=0), Keep(gib=0)])
+def test_limits_of_nothing_are_an_operators_word(keep: Keep) -> None:
+    jobs = ended([1.0] * 30, 1e9)
+    gone = to_remove(jobs, {job.job_id: 1 for job in jobs}, keep, 1e9)
+    assert (len(gone), too_many(jobs, gone, keep, 1e9)) == (30, "")
+
+
+async def test_the_only_job_goes_when_it_is_old(store: Store, blobs: BlobStore, clock: Clock) -> None:
+    jobs = await end_jobs(store, clock, (91.0,))
+    await Keeper(store, blobs, Keep(), clock=clock).look()
+    assert await left(store, jobs) == [False]
 
 
 async def test_the_operator_says_yes_by_deleting_what_ended_before(
     store: Store, blobs: BlobStore, clock: Clock
 ) -> None:
-    jobs = await end_jobs(store, clock, (200.0, 100.0, 1.0))
+    old = (200.0, *[100.0] * (MANY - 1))
+    jobs = await end_jobs(store, clock, (*old, 1.0))
     registry = CollectorRegistry()
     keeper = Keeper(store, blobs, Keep(), registry=registry, clock=clock)
     await keeper.look()
-    assert await left(store, jobs) == [True, True, True]
+    assert await left(store, jobs) == [True] * (MANY + 1)
     assert registry.get_sample_value("flowfleet_controller_retention_held") == 1.0
-    assert "`flowfleet delete --before 20" in await store.removal.held()
-    for job_id in jobs[:2]:
-        await store.jobs.request(job_id, "delete")
-    await keeper.look()
-    for job_id in jobs[:2]:
-        with pytest.raises(NotFound):
-            await store.jobs.get(job_id)
-    await keeper.look()
+    (time,) = re.findall(r"`flowfleet delete --before (20.*)`\.", await store.removal.held())
+    end = datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()
+    for job in await store.removal.ended():
+        if job.ended_at < end:
+            await store.jobs.request(job.job_id, "delete")
+    for _ in range(2):
+        await keeper.look()
     assert registry.get_sample_value("flowfleet_controller_retention_held") == 0.0
-    assert await left(store, jobs) == [False, False, True]
+    assert await left(store, jobs) == [False] * MANY + [True]
+
+
+@pytest.mark.parametrize(("skew_s", "swept"), [(0.0, True), (2 * MAX_SKEW_S, False)])
+async def test_pictures_are_swept_while_only_the_number_of_jobs_is_in_doubt(
+    store: Store, blobs: BlobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, skew_s: float, swept: bool
+) -> None:
+    await end_jobs(store, clock, (91.0,) * MANY)
+    sweep = AsyncMock()
+    monkeypatch.setattr(blobs, "sweep", sweep)
+    await Keeper(store, blobs, Keep(), clock=lambda: clock.now + skew_s).look()
+    assert await store.removal.held()
+    assert bool(sweep.await_count) == swept
 
 
 async def test_times_of_jobs_are_by_redis(redis: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -143,6 +145,39 @@ async def test_without_a_limit_folders_stay(store: Store, blobs: BlobStore, cloc
         await keeper.look()
         clock.now += 1000 * DAY_S
     assert folder.exists()
+
+
+async def test_a_sweep_that_fails_leaves_the_others_their_turn(
+    store: Store, blobs: BlobStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, uploads = CollectorRegistry(), Mock()
+    uploads.expired.return_value = False
+    with_files(tmp_path, "a")
+    monkeypatch.setattr(blobs, "sweep", AsyncMock(side_effect=RuntimeError("NoCredentials")))
+    folders = Folders(tmp_path, registry)
+    await Keeper(store, blobs, Keep(), folders=folders, uploads=uploads, clock=clock).look()
+    assert uploads.expired.called
+    assert registry.get_sample_value("flowfleet_state_bytes", {"part": "jobs"})
+
+
+def test_the_metric_stays_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, seen = CollectorRegistry(), []
+    with_files(tmp_path, "a")
+    folders = Folders(tmp_path, registry)
+    folders.measure()
+    shutil.rmtree(tmp_path / "logs")
+    walk = os.walk
+
+    def noted(folder: Path) -> Any:
+        seen.append(registry.get_sample_value("flowfleet_state_bytes", {"part": "logs"}))
+        return walk(folder)
+
+    monkeypatch.setattr(os, "walk", noted)
+    folders.measure()
+    assert len(seen) == 2
+    assert None not in seen
+    assert registry.get_sample_value("flowfleet_state_bytes", {"part": "logs"}) is None
+    assert registry.get_sample_value("flowfleet_state_bytes", {"part": "jobs"})
 
 
 def test_the_metric_counts_each_file_once(tmp_path: Path) -> None:
