@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = 
             if not _reserve(port):
                 continue
             try:
-                held.enter_context(_bound(host, port))
+                held.enter_context(socket.create_server((host, port), backlog=1))
                 ports.append(port)
             except OSError:
                 _release(port)
@@ -45,7 +45,7 @@ def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Returns True if a server could listen on `port` now."""
     try:
-        _bound(host, port).close()
+        socket.create_server((host, port), backlog=1).close()
     except OSError:
         return False
     return True
@@ -73,15 +73,3 @@ def _reservations() -> int:
     with the process, or as soon as it closes the file anywhere."""
     path = os.path.join(tempfile.gettempdir(), f"flowfleet-ports-{os.getuid()}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((host, port))
-        server.listen(1)
-    except OSError:
-        server.close()
-        raise
-    return server

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flowfleet.backoff import backoff_s
 from flowfleet.local.plan import Kind, ProcessPlan
@@ -154,12 +155,5 @@ class Child:
 
     def describe(self) -> RunningProcess:
         """Returns the process's entry in stack.json."""
-        log = str(self._state.log(self.plan.name))
-        return RunningProcess(
-            pid=self.pid,
-            address=self.plan.address,
-            metrics=self.plan.metrics,
-            log=log,
-            engine=self.plan.engine,
-            devices=self.plan.devices,
-        )
+        planned: Any = {name: getattr(self.plan, name) for name in ("address", "metrics", "engine", "devices")}
+        return RunningProcess(pid=self.pid, log=str(self._state.log(self.plan.name)), **planned)

@@ -75,17 +75,13 @@ class Supervisor:
             child.start()
         while waiting := [child for child in self._children if not child.healthy]:
             for child in waiting:
-                self._check_start(child)
+                if (code := child.exit_code()) is not None:
+                    raise StackError(self._complaint(child, f"ended with code {code} while the stack started"))
+                child.healthy = serves(child.plan, self._plan)
             if time.monotonic() > deadline:
                 raise StackError(self._complaint(waiting[0], f"does not serve after {self._start_timeout_s:.0f} s"))
             if stop.wait(POLL_S):
                 return
-
-    def _check_start(self, child: Child) -> None:
-        code = child.exit_code()
-        if code is not None:
-            raise StackError(self._complaint(child, f"ended with code {code} while the stack started"))
-        child.healthy = serves(child.plan, self._plan)
 
     def _keep(self, stop: threading.Event) -> None:
         is_published = True
