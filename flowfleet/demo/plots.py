@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 INK, QUIET, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
 FIRST, SECOND = "#b1b8c0", "#0b7285"
@@ -81,7 +82,7 @@ def reward_curve(path: Path, training: Curve, held_out: Curve, title: str, subti
         axes.set_ylim(min(0.0, *training.rewards, *held_out.rewards), max(1.0, *training.rewards, *held_out.rewards))
         last = max([*training.samples, *held_out.samples], default=1)
         axes.set_xlim(-0.03 * last, 1.03 * last)
-        axes.set_xticks(_ticks(last))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
         axes.set_xlabel("samples trained on")
         axes.set_ylabel("mean reward")
         _head(figure, title, subtitle, margin=0.66, foot=0.58)
@@ -127,14 +128,6 @@ def words_of(prompt: str, width: int = 24) -> str:
     """Returns the words that a prompt wants written, else the start of the prompt, of `width` characters at most."""
     parts = prompt.split('"')
     return parts[1] if len(parts) > 2 else textwrap.shorten(prompt, width, placeholder="…")
-
-
-def _ticks(last: int) -> list[int]:
-    """Round numbers from 0 to `last`, four to eight of them."""
-    raw = max(last, 1) / 6
-    size = 10 ** int(np.floor(np.log10(raw)))
-    step = max(1, int(next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)))
-    return list(range(0, last + 1, step))
 
 
 def _head(figure: Any, title: str, subtitle: str, margin: float, foot: float) -> None:
