@@ -40,18 +40,13 @@ OF_TRAINERS: Final = "FLOWFLEET_TRAINER_"
 
 _ALL: Final = "*"
 _ROLLOUT: Final = "/flowfleet.v1.RolloutService/"
+_TRANSFER: Final = ("InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
 _REWARD: Final = "/flowfleet.v1.RewardService/"
 MAY_CALL: Final[Mapping[Caller, tuple[str, ...]]] = {
     "controller": (_ALL,),
     "sampler": tuple(_ROLLOUT + method for method in ("GetStatus", "Generate", "Drain")),
     "trainer": (
-        *(
-            _ROLLOUT + method
-            for method in (
-                *("GetStatus", "InitWeightTransfer", "StartWeightUpdate"),
-                *("UpdateWeights", "FinishWeightUpdate"),
-            )
-        ),
+        *(_ROLLOUT + method for method in ("GetStatus", *_TRANSFER)),
         *(_REWARD + method for method in ("Describe", "ScoreWithGradient")),
     ),
     "rollout": (),

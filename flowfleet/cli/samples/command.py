@@ -130,19 +130,15 @@ def _disagreeing(
     from flowfleet.cli.rewards.disagreement import disagreements
 
     newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))
-    picked = disagreements(newest, _beside(client, job))[:num]
+    rewards = client.rewards(job.id)
+    shadows = [item for revision in (*rewards.history, rewards.active) for item in revision.shadows.items()]
+    beside = {name: str(part["for"]) for name, part in shadows}  # what each was compared with last
+    picked = disagreements(newest, beside)[:num]
     remark = (
         f"Of the newest {len(newest)} samples those whose places in their group differ most between two scorers. "
         "A place goes by the score's rank, from the lowest (0) to the highest (1)."
     )
     return remark, [(item.sample, _reason(item)) for item in picked]
-
-
-def _beside(client: Client, job: Job) -> dict[str, str]:
-    """Maps each shadow that the job had to the reward it is compared with; the newest counts."""
-    rewards = client.rewards(job.id)
-    revisions = [*rewards.history, rewards.active]
-    return {name: str(part["for"]) for revision in revisions for name, part in revision.shadows.items()}
 
 
 def _reason(item: Disagreement) -> str:

@@ -67,8 +67,8 @@ def try_reward(
             rows = list(listed if step is not None else islice(listed, limit))
             if not rows:
                 raise ValueError(f"job {job.id} has no such {purpose} samples")
-            name = name or _only_reward(job)
-            params = _params(job, name) | params
+            name = _compared_with(job, name)
+            params = dict(job.rewards.active.rewards[name].get("params") or {}) | params
             known = _metadata(job)
             samples = [_of_job(client, job, row, {**known.get(row.prompt, {}), **given}) for row in rows]
         stored = {_name(row): row.scores.get(name) for row in rows}
@@ -101,18 +101,14 @@ def _name(row: Sample) -> str:
     return f"{row.step}/{row.group}/{row.index}"
 
 
-def _only_reward(job: Job) -> str:
+def _compared_with(job: Job, name: str | None) -> str:
+    """The reward of this name, else the job's only one."""
     names = list(job.rewards.active.rewards)
-    if len(names) != 1:
+    if name and name not in names:
+        raise ValueError(f"--as {name}: the job has the rewards {', '.join(names)}")
+    if not name and len(names) != 1:
         raise ValueError(f"the job has the rewards {', '.join(names) or 'none'}: say by --as which to compare with")
-    return names[0]
-
-
-def _params(job: Job, name: str) -> dict[str, str]:
-    """Parameters that the job gives this reward."""
-    if name not in job.rewards.active.rewards:
-        raise ValueError(f"--as {name}: the job has the rewards {', '.join(job.rewards.active.rewards)}")
-    return dict(job.rewards.active.rewards[name].get("params") or {})
+    return name or names[0]
 
 
 def _metadata(job: Job) -> dict[str, Mapping[str, str]]:

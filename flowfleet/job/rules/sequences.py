@@ -50,8 +50,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         f"rollout.{part}.{name}" for part in _NESTED_OF_FLOWS for name in type(getattr(job.rollout, part)).model_fields
     )
     yield from unheard(job, (*_OF_FLOWS, *nested), where)
-    yield from _model(job)
-    yield from _trainer(job)
+    yield from _of_flows_alone(job)
     yield from _algorithm(job)
 
 
@@ -65,7 +64,7 @@ def refusal(family: ModelFamily, loss: Loss) -> str:
     return f"{family.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
 
 
-def _model(job: JobSpec) -> Iterator[str]:
+def _of_flows_alone(job: JobSpec) -> Iterator[str]:
     if job.model.max_sequence_length is not None:
         yield (
             f"model.max_sequence_length has no effect with algorithm.loss = {job.loss.name}: use "
@@ -73,9 +72,6 @@ def _model(job: JobSpec) -> Iterator[str]:
         )
     if job.model.base != "plain":
         yield f'model.base = "{job.model.base}" is offered for flows alone: leave it out'
-
-
-def _trainer(job: JobSpec) -> Iterator[str]:
     part = job.trainer
     if part.quantization != "none":
         yield f'trainer.quantization = "{part.quantization}" is offered for flows alone: leave it out'
