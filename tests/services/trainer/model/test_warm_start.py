@@ -220,7 +220,7 @@ def test_a_model_or_adapter_that_was_changed_since_the_job_began_is_not_loaded(
     for setting in ("model.path", "model.adapter"):
         changed = trainer_pb2.ConfigureRequest()
         changed.CopyFrom(request)
-        changed.inputs[setting] = "another"
+        changed.inputs[setting] = "1:another"
         with pytest.raises(DataLoss, match=f"^{setting}: .* {CHANGED}"):
             Worker(ranks, files).configure(changed)
     Worker(ranks, files).configure(request)
