@@ -71,9 +71,8 @@ class Keys:
         return self.by_digest(digest_of(key))
 
     async def checked(self, key: str, address: str) -> Holder | None:
-        """The key's holder, as `holder` gives it. Slows down an address that sends wrong keys; raises HTTPException 429
-        for one that sends many."""
-        self._throttle.check(address)
+        """The key's holder, as `holder` gives it. Slows down wrong keys alone, because a proxy gives all callers one
+        address; raises HTTPException 429 for one of many."""
         if (found := self.holder(key)) is None:
             await self._throttle.note_wrong(address)
         return found

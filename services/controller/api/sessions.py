@@ -23,7 +23,7 @@ from services.controller.store.records import from_epoch
 
 COOKIE = "flowfleet_session"
 SESSION_S = 24 * 3600
-MAX_SESSIONS = 20
+MAX_SESSIONS = 100
 """Sessions of one key; a further login ends the oldest."""
 _TOKEN_BYTES = 32
 _MAX_TOKEN = 100
@@ -63,7 +63,12 @@ class Sessions:
         return None if found is None else datetime.fromisoformat(found["ends"])
 
     async def close(self, token: str) -> None:
-        await self._redis.unlink(_name(token))
+        if (row := await self._row(token)) is None:
+            return
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.unlink(_name(token))
+            pipe.lrem(keys.logins(row["key"]), 0, _name(token))
+            await pipe.execute()
 
     async def ended(self, holders: Collection[Holder]) -> set[Holder]:
         """Tells whose key is revoked or whose session ended."""

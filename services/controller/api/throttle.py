@@ -16,7 +16,7 @@ FREE: Final = 10
 PERIOD_S: Final = 60.0
 DELAY_S: Final = 1.0
 AT_ONCE: Final = 64
-"""Answers of an address that are delayed at a time. While they are, its further keys are refused without a look."""
+"""Answers of an address that are delayed at a time. While they are, its further wrong keys are refused at once."""
 _ADDRESSES: Final = 4096
 
 
@@ -27,11 +27,6 @@ class Throttle:
         self._wrong: LruCache[str, tuple[float, int]] = LruCache(_ADDRESSES)
         self._delayed: Counter[str] = Counter()
 
-    def check(self, address: str) -> None:
-        """Raises HTTPException 429 for an address that sends many wrong keys at once."""
-        if self._delayed[address] >= AT_ONCE:
-            raise _too_many()
-
     async def note_wrong(self, address: str) -> None:
         """Counts a wrong key. Above the limit it waits, then raises HTTPException 429."""
         now = time.monotonic()
@@ -41,6 +36,8 @@ class Throttle:
         self._wrong.put(address, (since, number + 1))
         if number < FREE:
             return
+        if self._delayed[address] >= AT_ONCE:
+            raise _too_many()
         self._delayed[address] += 1
         try:
             await asyncio.sleep(DELAY_S)
@@ -51,4 +48,5 @@ class Throttle:
 
 
 def _too_many() -> HTTPException:
-    return HTTPException(429, "this address sent many wrong keys: wait a minute", {"Retry-After": f"{PERIOD_S:g}"})
+    words = "this key opens nothing, nor did many others from this address: check it, then try again in a minute"
+    return HTTPException(429, words, {"Retry-After": f"{PERIOD_S:g}"})
