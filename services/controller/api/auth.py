@@ -36,7 +36,10 @@ _OWN_RIGHT = (
 """Rights below `steer` that a change needs, by its method and path."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _RANK = {right: rank for rank, right in enumerate(Right)}
-_NO_KEY = "send the API key (FLOWFLEET_API_KEY) as X-API-Key, or as Authorization: Bearer, or log in on the page"
+_NO_KEY = (
+    "send the API key (FLOWFLEET_API_KEY) as X-API-Key, or as Authorization: Bearer, or log in on the page; `flowfleet "
+    "up` keeps it in secrets/ of its state directory, where only the user who started the stack can read it"
+)
 
 
 class Guard:

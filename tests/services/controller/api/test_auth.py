@@ -32,6 +32,7 @@ async def test_the_key(settings: ControllerSettings, headers: dict[str, str], st
         if status == 401:
             assert response.headers["content-type"] == "application/problem+json"
             assert response.headers["www-authenticate"] == "Bearer"
+            assert "`flowfleet up` keeps it in secrets/ of its state directory" in response.json()["detail"]
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/fleet", "/v1/version", "/metrics", "/openapi.json", "/nothing"])
