@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but for tabs and line ends: a terminal obeys them, for example ESC."""
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys: control characters such as ESC, but for tabs and line ends, and marks that turn the
+direction of text, so that it reads as other text."""
 
 
 class Terminal(Console):

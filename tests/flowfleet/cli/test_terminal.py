@@ -21,7 +21,10 @@ from flowfleet.cli.terminal import Terminal, escaped
 from flowfleet.client.progress import follow
 
 EVIL = "a\x1b[2J\x1b]0;title\x07\x1b]52;c;cm0=\x1b\\\x9b31m\x90q\x9c\r\x08\x7f[link=file:///]b[/link][/x]:bomb:"
-OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+TURNED = "".join(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+"""All of Unicode's Bidi_Control."""
+EVIL += TURNED
+OBEYED = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{TURNED}]")
 WHEN = datetime(2026, 11, 1, tzinfo=UTC)
 JOB = {
     "id": "0" * 36,
