@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import re
 import shlex
@@ -232,9 +233,39 @@ def secrets(tmp_path: Path) -> dict[str, str]:
     run = ["sh", "-c", "umask 000; exec ./secrets"]
     subprocess.run(run, cwd=tmp_path, check=True)
     assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.glob(".env*")] == [(".env", 0o600)]
-    again = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-    assert (again.returncode, "is there already" in again.stderr) == (1, True)
-    return dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines())
+    return _env_of(tmp_path)
+
+
+def _env_of(folder: Path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in (folder / ".env").read_text().splitlines())
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize(
+    "missing", [(), ("REDIS_PASSWORD",), ("TRAINER_RPC_TOKEN",), ("RPC_ACCEPT",), ("FLOWFLEET_API_KEY", "RPC_ACCEPT")]
+)
+def test_secrets_adds_what_is_missing(
+    secrets: dict[str, str], tmp_path: Path, missing: tuple[str, ...], end: str
+) -> None:
+    """Settings of compose.yaml and secrets of the operator's own stay."""
+    own = {"MODELS": "/data/my models", "TAG": "1", "REDIS_MAXMEMORY": "64gb", "SAMPLER_RPC_TOKEN": '"my own"'}
+    accept = {"sampler": hashlib.sha256(b"my own").hexdigest()}
+    kept = {name: value for name, value in (secrets | own).items() if name not in missing}
+    text = "\n".join([*(f"{name}={value}" for name, value in kept.items()), *(f"{name}=" for name in missing[:1])])
+    (tmp_path / ".env").write_text(text + end)
+    (tmp_path / ".env").chmod(0o644)
+    subprocess.run(["./secrets"], cwd=tmp_path, check=True)
+    found = _env_of(tmp_path)
+    lines = (tmp_path / ".env").read_text().splitlines()
+    assert len(lines) == len(found) == len(secrets | own)
+    assert all(found.values())
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    renewed = {*missing, "RPC_ACCEPT"} if "TRAINER_RPC_TOKEN" in missing else set(missing)
+    assert {name for name, value in found.items() if (secrets | own)[name] != value} == renewed
+    if "RPC_ACCEPT" in renewed:
+        for kind, name in (("controller", "FLOWFLEET_RPC_TOKEN"), ("trainer", "TRAINER_RPC_TOKEN")):
+            accept[kind] = hashlib.sha256(found[name].encode()).hexdigest()
+        assert dict(part.split("=") for part in found["RPC_ACCEPT"].split(",")) == accept
 
 
 def test_compose_separates_kinds_of_services_as_up_does(compose: dict[str, Any], secrets: dict[str, str]) -> None:
