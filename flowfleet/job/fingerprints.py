@@ -10,8 +10,10 @@ import errno
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +29,9 @@ _READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 _WHOLE_BYTES: Final = 2**26
 _STRIDE, _PIECE = 2**20, 2**12
 _READERS: Final = 8
+_KEPT: Final = 10_000
+_SETTLED_S: Final = 3.0
+"""Age of a change from which the next one is sure to have another time: file systems count in steps."""
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNREADABLE: Final = "unreadable"
 
@@ -94,9 +99,20 @@ def _files(root: Path) -> Iterator[Path]:
 def _digest(file: Path) -> str:
     """Digest of a file's size and content; "" where none is there."""
     try:
-        return _content(file) if stat.S_ISREG(file.stat().st_mode) else ""
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            return ""
+        if time.time() - found.st_ctime < _SETTLED_S:
+            return _content(file)
+        return _kept(file, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
     except OSError as error:
         return "" if error.errno in _ABSENT else _UNREADABLE
+
+
+@lru_cache(_KEPT)
+def _kept(file: Path, *state: int) -> str:
+    """Keeps what `_content` finds of a file in this state: many jobs have the same model, and are opened again."""
+    return _content(file)
 
 
 def _content(file: Path) -> str:

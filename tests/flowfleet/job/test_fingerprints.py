@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,43 @@ def test_a_large_file_is_read_in_parts_to_its_end(tmp_path: Path, monkeypatch: p
         file.write_bytes(content[:start] + b"\1" * min(500, len(content) - start) + content[start + 500 :])
         seen.add(fingerprint(file))
     assert len(seen) == 11
+
+
+def changed_byte_alone(file: Path) -> None:
+    before = file.stat()
+    changed_byte(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def copied_over(file: Path) -> None:
+    os.replace(shutil.copy2(file, file.with_name("copy")), file)
+
+
+@pytest.mark.parametrize("alter", [None, changed_byte, changed_byte_alone, copied_over])
+def test_a_file_is_read_again_where_it_was_changed(
+    alter: Callable[[Path], object] | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is always read until it is settled: two changes may have one time."""
+    file, reads, content = model / "transformer/weights.safetensors", list[Path](), prints._content
+
+    def reading(file: Path) -> str:
+        reads.append(file)
+        return content(file)
+
+    monkeypatch.setattr(prints, "_content", reading)
+    monkeypatch.setattr(prints, "_SETTLED_S", 1e6)
+    first = fingerprint(model)
+    assert fingerprint(model) == first
+    assert reads.count(file) == 2
+    monkeypatch.setattr(prints, "_SETTLED_S", 0.0)
+    time.sleep(0.02)
+    assert fingerprint(model) == fingerprint(model) == first
+    assert reads.count(file) == 3
+    if alter is not None:
+        alter(file)
+        time.sleep(0.02)
+    assert (fingerprint(model) == first) == (alter in (None, copied_over))
+    assert reads.count(file) == (3 if alter is None else 4)
 
 
 def test_a_reason_names_the_setting_and_its_place(model: Path) -> None:
