@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
@@ -33,12 +34,17 @@ def cap(log: Path, most: int = MAX_LOG_BYTES) -> None:
 
 
 def copy_to(log: Path) -> None:
-    """Copies what this process logs from now on to a file of its own: the output of a pod is gone with it."""
+    """Copies what this process logs from now on to a file of its own, where it can be written: the output of a pod is
+    gone with it. A full file makes room as an attempt's does."""
     root = logging.getLogger()
     if any(isinstance(handler, logging.FileHandler) for handler in root.handlers):
         return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    rotate(log)
-    copies = logging.FileHandler(log, encoding="utf-8")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        rotate(log)
+        copies = RotatingFileHandler(log, maxBytes=MAX_LOG_BYTES, backupCount=ATTEMPTS - 1, encoding="utf-8")
+    except OSError as error:
+        logging.getLogger(__name__).warning("no copy of the log at %s: %s. Let the trainer write there", log, error)
+        return
     copies.setFormatter(next((handler.formatter for handler in root.handlers), None))
     root.addHandler(copies)

@@ -14,7 +14,6 @@ from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.stack import RunningProcess, StateDir
 from flowfleet.process.forks import FORK_S, FORK_SERVER, IMPORTS_S, Address
-from flowfleet.process.logs import cap
 from flowfleet.process.started import StartedProcess
 from flowfleet.rpc.kinds import without_own
 
@@ -123,7 +122,6 @@ class Child:
 
     def _keep(self) -> None:
         code = self.exit_code()
-        cap(self._state.log(self.plan.name))
         if code is None:
             self._kill_if_hung()
             return

@@ -22,6 +22,7 @@ from flowfleet.local.supervision.health import is_alive, serves
 from flowfleet.local.supervision.watchdog import dismiss, start_watchdog
 from flowfleet.process.commands import ROLLOUT, TRAINER, forkserver_command
 from flowfleet.process.forks import Address, ForkServer, fork_environment
+from flowfleet.process.logs import cap
 from flowfleet.process.pulse import HANG_S
 from flowfleet.rpc.kinds import without_own
 
@@ -86,6 +87,8 @@ class Supervisor:
     def _keep(self, stop: threading.Event) -> None:
         is_published = True
         while not stop.wait(POLL_S):
+            for log in self._state.logs.glob("*.log"):  # those of this process, the watchdog and fork servers too
+                cap(log)
             restarted = [child for child in self._children if child.poll()]
             if restarted or not is_published:
                 try:

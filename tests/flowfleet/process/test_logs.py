@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.process import logs
 from flowfleet.process.logs import ATTEMPTS, cap, copy_to, rotate
 
 
@@ -46,3 +47,28 @@ def test_what_a_process_logs_is_copied_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     copy_to(log)
     assert log.with_name("rank-0.log.1").read_text() == "broken\n"
+
+
+def test_a_copy_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logs, "MAX_LOG_BYTES", 1000)
+    copy_to(tmp_path / "rank-0.log")
+    for number in range(500):
+        logging.getLogger("a").error("line %d", number)
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) == ATTEMPTS
+    assert all(path.stat().st_size <= 1000 for path in kept)
+    assert kept[0].read_text().endswith("line 499\n")
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file is in the folder's place, and a folder in an older log's."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder" / "rank-0.log.2" / "x").mkdir(parents=True)
+    (tmp_path / "folder" / "rank-0.log.1").write_text("")
+    for folder in ("file", "folder"):
+        copy_to(tmp_path / folder / "rank-0.log")
+        assert f"{folder}/rank-0.log: " in caplog.text

@@ -21,6 +21,7 @@ from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervision.child import MAX_MISSED, Child
 from flowfleet.local.supervision.supervisor import Supervisor
+from flowfleet.process.logs import MAX_LOG_BYTES
 from flowfleet.redis.server import command, new_password, server_url
 
 HEALTHY = """
@@ -222,6 +223,16 @@ def test_a_full_disk_ends_no_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
+def test_every_log_of_a_stack_has_a_limit(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    logs = [state.log(name) for name in ("redis", "supervisor", "watchdog", "forkserver", "trainers")]
+    with running(state, make(state)):
+        for log in logs:
+            with log.open("ab") as file:
+                file.truncate(MAX_LOG_BYTES + 1)
+        eventually(lambda: all(log.stat().st_size <= MAX_LOG_BYTES for log in logs))
+
+
 def test_a_suspended_supervisor_kills_nobody_for_its_own_sleep(tmp_path: Path) -> None:
     """What died meanwhile is started again, and `down` ends it although it is suspended."""
     state = StateDir(tmp_path)
