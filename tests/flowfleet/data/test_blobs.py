@@ -8,8 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -278,3 +280,32 @@ def test_what_another_deletes_meanwhile_is_gone_and_no_error(
     with pytest.raises(NotFound):
         store.get(refs[1])
     store.delete_prefix(keys.blob("none"))
+
+
+@pytest.mark.parametrize("name", ["mtime", "LastModified", "last_modified"])
+def test_the_sweep_goes_by_the_listing_in_few_calls_and_survives_other_sweeps(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Listed as stores do; one of the pictures is removed by another between listing and removal."""
+    (store,) = stores("file-sync", redis_url, tmp_path)
+    refs = [store.put(keys.blob("job", "media", number), b"x") for number in range(5)]
+    now, find, asked, removed = time.time(), store._fs.find, Mock(), []
+    when = now if name == "mtime" else datetime.fromtimestamp(now, UTC)
+    rm = store._fs.rm
+
+    def counted(paths: list[str]) -> None:
+        removed.append(paths)
+        rm(paths)
+
+    def listed(root: str, **options: Any) -> dict[str, Any]:
+        found = {path: {name: when} for path in find(root, **options)}
+        store._fs.rm_file(next(iter(found)))
+        return found
+
+    monkeypatch.setattr(store._fs, "find", listed)
+    monkeypatch.setattr(store._fs, "modified", asked)
+    monkeypatch.setattr(store._fs, "rm", counted)
+    assert store.sweep(("media",), 60.0, now + 50.0) == 0
+    assert store.sweep(("media",), 60.0, now + 70.0) == 4
+    assert (len(removed), asked.called) == (1, False)
+    assert store.renew(refs, 60) == refs
