@@ -36,17 +36,12 @@ class Throttle:
         self._wrong.put(address, (since, number + 1))
         if number < FREE:
             return
-        if self._delayed[address] >= AT_ONCE:
-            raise _too_many()
-        self._delayed[address] += 1
-        try:
-            await asyncio.sleep(DELAY_S)
-        finally:
-            self._delayed[address] -= 1
-            self._delayed += Counter()  # drops what is 0
-        raise _too_many()
-
-
-def _too_many() -> HTTPException:
-    words = "this key opens nothing, nor did many others from this address: check it, then try again in a minute"
-    return HTTPException(429, words, {"Retry-After": f"{PERIOD_S:g}"})
+        if self._delayed[address] < AT_ONCE:
+            self._delayed[address] += 1
+            try:
+                await asyncio.sleep(DELAY_S)
+            finally:
+                self._delayed[address] -= 1
+                self._delayed += Counter()  # drops what is 0
+        words = "this key opens nothing, nor did many others from this address: check it, then try again in a minute"
+        raise HTTPException(429, words, {"Retry-After": f"{PERIOD_S:g}"})
