@@ -10,6 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from flowfleet.api.rewards import RewardRevision
 from services.controller.store.records import SampleRecord
 from services.controller.store.store import Store
 from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
@@ -182,6 +183,29 @@ def test_buttons_ask_once_and_say_what_follows(visit: Visit, site: Site) -> None
     page.get_by_role("button", name="Extend").click()
     dialog.get_by_label("Training steps in all").fill("3")
     assert not dialog.get_by_label("Training steps in all").evaluate("input => input.validity.valid")
+
+
+def test_changed_rewards_break_the_curve_of_the_total(visit: Visit, site: Site, tmp_path: Path) -> None:
+    """A shadow changes no reward: the line stays whole."""
+
+    async def change(store: Store) -> str:
+        job = await run_job(store, settings(tmp_path, "reweighted"), is_hacked=False)
+        before = (await store.jobs.get(job)).rewards.active.rewards
+        heavier = {**before, "ocr": {**before["ocr"], "weight": 2.0}}
+        shadow = {"trial": {"for": "ocr", "service": "ocr"}}
+        for number, rewards, shadows, step in ((1, before, shadow, 3), (2, heavier, shadow, 7)):
+            revision = RewardRevision(number=number, changes=["…"], rewards=rewards, shadows=shadows, from_step=step)
+            await store.rewards.change(job, revision)
+            async with store.link.redis.pipeline(transaction=True) as pipe:
+                await store.rewards.apply(job, revision, pipe)
+                await pipe.execute()
+        return job
+
+    page = visit(f"jobs/{in_stage(site.redis_url, change)}")
+    charts = page.locator("figure.chart")
+    expect(charts.filter(has_text="rewards changed at step 7")).to_have_count(1)
+    expect(charts.filter(has_text="rewards changed at")).to_have_count(1)
+    expect(charts.first).to_contain_text("Reward")
 
 
 def test_who_may_only_look_has_no_buttons(visit: Visit, site: Site) -> None:

@@ -7,6 +7,7 @@ export function panels(rewards) {
   return [
     {
       title: "Reward",
+      isTotal: true,
       lines: [line("critic/rewards/mean", "training"), line("val/reward", "held out", "points", "validate")],
     },
     ...rewards.map((name) => ({
@@ -78,6 +79,14 @@ export function linesOf(panel, jobs) {
       return [{ ...line, job: job.id, name: job.name, color: jobs.length > 1 ? at : within, points }];
     }),
   );
+}
+
+/** Steps from which other rewards make up the total, given a job's revisions; shadows change nothing. */
+export function breaksOf(history = []) {
+  return history
+    .slice(1)
+    .filter((one, at) => JSON.stringify(one.rewards) !== JSON.stringify(history[at].rewards))
+    .map((one) => one.from_step);
 }
 
 /** uPlot's data: the steps that any line has, then each line's values, null where it has none. */

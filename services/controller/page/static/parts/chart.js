@@ -11,15 +11,16 @@ const DASHES = { solid: [], dashed: [6, 4], dotted: [2, 3], points: [], hollow: 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const together = uPlot.sync("steps");
 
-/** `open(line, step)` shows samples. `steps` is the shared range of steps, so that panels line up. */
-export function Chart({ title, note, lines, range, open }) {
+/** `open(line, step)` shows samples. `steps` is the shared range of steps, so that panels line up. The values before and after
+ * one of the steps `breaks` cannot be compared. */
+export function Chart({ title, note, lines, range, open, breaks = [] }) {
   const place = useRef(null);
   const plot = useRef(null);
   const [at, setAt] = useState(null);
   const data = useMemo(() => aligned(lines), [lines]);
   const shape = lines.map((line) => `${line.job}${line.metric}${line.color}`).join("|");
   const newest = useRef({});
-  newest.current = { lines, data, open, range };
+  newest.current = { lines, data, open, range, breaks };
   useEffect(() => {
     const draw = () => {
       plot.current?.destroy();
@@ -37,7 +38,7 @@ export function Chart({ title, note, lines, range, open }) {
       plot.current = null;
     };
   }, [shape]);
-  useEffect(() => plot.current?.setData(data), [data, range[0], range[1]]);
+  useEffect(() => plot.current?.setData(data), [data, range[0], range[1], breaks.join()]);
   const index = at ?? data[0].length - 1;
   const step = data[0][index];
   return html`
@@ -48,6 +49,12 @@ export function Chart({ title, note, lines, range, open }) {
           note &&
           html`
             <span class="soft">${note}</span>
+          `
+        }
+        ${
+          breaks.length > 0 &&
+          html`
+            <span class="soft">rewards changed at step ${breaks.join(", ")}</span>
           `
         }
         <span class="soft end">step ${step ?? "–"}</span>
@@ -229,9 +236,24 @@ function options(place, newest, setAt) {
     series: [{}, ...newest.current.lines.map((line) => drawn(line, color))],
     hooks: {
       ready: [(plot) => plot.over.addEventListener("click", () => choose(plot, newest.current, plot.cursor.top))],
+      draw: [(plot) => newest.current.breaks.forEach((step) => broken(plot, step, color("--ink")))],
       setCursor: [(plot) => setAt(plot.cursor.idx ?? null)],
     },
   };
+}
+
+/** A dashed vertical line at a step. */
+function broken({ ctx, bbox, valToPos }, step, stroke) {
+  const x = valToPos(step, "x", true);
+  if (x < bbox.left || x > bbox.left + bbox.width) return;
+  ctx.save();
+  ctx.strokeStyle = stroke;
+  ctx.setLineDash([4, 3]);
+  ctx.beginPath();
+  ctx.moveTo(x, bbox.top);
+  ctx.lineTo(x, bbox.top + bbox.height);
+  ctx.stroke();
+  ctx.restore();
 }
 
 function drawn(line, color) {

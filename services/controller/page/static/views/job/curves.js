@@ -5,7 +5,7 @@ import { useEvent, useFetched, useLoaded, useResync, useThrottled } from "../../
 import { number, plural } from "../../lib/format.js";
 import { html, useMemo, useRef } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
-import { linesOf, panels, rewardNames } from "../../lib/series.js";
+import { breaksOf, linesOf, panels, rewardNames } from "../../lib/series.js";
 import { signs } from "../../lib/signs.js";
 import { Chart } from "../../parts/chart.js";
 import { Await, Empty } from "../../parts/states.js";
@@ -14,12 +14,14 @@ import { Timeline } from "./timeline.js";
 export function Curves({ job, query }) {
   const others = (query.with ?? "").split(",").filter(Boolean);
   const own = useRows(job.id);
+  const changed = useFetched(jobPath(job.id, "rewards"));
+  useEvent("event", ({ type }) => type === "rewards" && changed.reload());
   const beside = useLoaded((signal) => Promise.all(others.map((id) => withRows(id, signal))), [others.join()]);
   return html`
     <${Beside} ...${{ job, others }} />
     <${Await} of=${own} what="curves">
       ${(rows) => html`
-        <${Panels} ...${{ job, rows, beside: beside.data ?? [] }} />
+        <${Panels} ...${{ job, rows, beside: beside.data ?? [], breaks: breaksOf((changed.data ?? changed.stale)?.history) }} />
       `}
     <//>
     ${
@@ -105,7 +107,7 @@ function Beside({ job, others }) {
   `;
 }
 
-function Panels({ job, rows, beside }) {
+function Panels({ job, rows, beside, breaks }) {
   const jobs = useMemo(() => [{ ...job, rows }, ...beside], [job.id, rows, beside]);
   const names = [...new Set(jobs.flatMap((one) => rewardNames(one, one.rows)))];
   const drawn = useMemo(
@@ -134,7 +136,13 @@ function Panels({ job, rows, beside }) {
     <div class="charts">
       ${drawn.map(
         (panel) => html`
-          <${Chart} key=${panel.title} ...${panel} range=${range} open=${open(panel.by)} />
+          <${Chart}
+            key=${panel.title}
+            ...${panel}
+            range=${range}
+            breaks=${panel.isTotal ? breaks : []}
+            open=${open(panel.by)}
+          />
         `,
       )}
     </div>
