@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -77,6 +79,7 @@ def show_job(job: Job, console: Console) -> None:
         ("ended", job.ended_at.isoformat(timespec="seconds") if job.ended_at else ""),
         ("step", f"{progress.step}/{progress.steps}  {progress.phase}"),
         ("reward", number(progress.reward)),
+        ("rewards", _change_of(job)),
         ("held-out reward", number(progress.held_out_reward)),
         ("samples", f"{progress.samples_trained} trained, {dropped or 'none'} dropped"),
         ("first causes", "\n".join(causes)),
@@ -87,7 +90,22 @@ def show_job(job: Job, console: Console) -> None:
             facts.add_row(Text(name, style="bright_black"), value)
     console.print(facts)
     show_warnings([*job.warnings, *filter(None, [progress.warning])], console)
-    console.print("\n" + as_yaml(job.spec), highlight=False)
+    console.print("\nsettings other than the defaults:\n" + as_yaml(_settings(job)), highlight=False)
+
+
+def _change_of(job: Job) -> str:
+    """Since when the reward is of other rewards than before; empty while they are as submitted."""
+    active = job.rewards.active
+    return f"changed at step {active.from_step}: {'; '.join(active.changes)}" if active.number else ""
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """The job's settings without defaults, with the steps that it has now; all of a job of another release."""
+    try:
+        shown = JobSpec.model_validate(job.spec).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError:
+        return job.spec
+    return {**shown, "schedule": {**shown.get("schedule", {}), "steps": job.progress.steps}}
 
 
 def say(job: Job, as_json: bool) -> None:

@@ -130,7 +130,7 @@ def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
     assert re.search(r"a-job +queued +0/100", listed.stdout)
     shown = run("show", job.id[:13])
     assert job.id in shown.stdout
-    assert "group_size: 16" in shown.stdout
+    assert "steps: 100" in shown.stdout
     assert run("jobs", "--status", "failed").stdout.count("\n") == 1
 
 

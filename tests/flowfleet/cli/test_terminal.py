@@ -19,6 +19,8 @@ from flowfleet.api.samples import Sample
 from flowfleet.cli import options, views
 from flowfleet.cli.terminal import Terminal, escaped
 from flowfleet.client.progress import follow
+from flowfleet.job.spec import parse_job
+from tests.flowfleet.idle_controller import job_settings
 
 EVIL = "a\x1b[2J\x1b]0;title\x07\x1b]52;c;cm0=\x1b\\\x9b31m\x90q\x9c\r\x08\x7f[link=file:///]b[/link][/x]:bomb:"
 TURNED = "".join(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -71,6 +73,22 @@ def test_no_view_shows_control_characters(console: Terminal, view: str) -> None:
     assert OBEYED.findall(text) == []
     assert "a[2J" in text
     assert "[/x]:bomb:" in text
+
+
+def test_show_folds_defaults_and_has_one_total_after_a_change(tmp_path: Path) -> None:
+    """What a job has now: the steps that were asked for last, and since when its rewards are others."""
+    spec = parse_job({**job_settings(tmp_path), "schedule": {"steps": 90}}).model_dump(mode="json")
+    rewards = {"active": {"number": 2, "rewards": {}, "changes": ["ocr: weight 1 → 2"], "from_step": 40}}
+    job = read(Job, {**JOB, "spec": spec, "progress": {"step": 50, "steps": 120}, "rewards": rewards})
+    console = Terminal(file=io.StringIO(), color_system=None, width=400)
+    views.show_job(job, console)
+    text = shown(console)
+    assert "50/120" in text
+    assert "steps: 120" in text
+    assert "90" not in text
+    assert "changed at step 40: ocr: weight 1 → 2" in text
+    assert "group_size" not in text
+    assert len(text.splitlines()) < 30
 
 
 def test_json_has_them_in_its_escapes() -> None:
