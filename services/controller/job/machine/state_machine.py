@@ -243,10 +243,8 @@ class Machine:
             self.state.revisions = [*before, Revision(number=event.number, from_step=first, set=event.set)]
             past = [r for r in self.state.revisions if r.from_step <= self.state.version]
             self.state.revisions = [r for r in self.state.revisions if r not in past[:-1]]
-            for step in [step for step in self.state.batches if step >= first]:
-                again = self.state.batches[step].score_again()
-                left = Counter(self.state.samples_dropped) - again
-                self.state.samples_dropped = dict(left)
+            for batch in [batch for step, batch in self.state.batches.items() if step >= first]:
+                self.state.samples_dropped = dict(Counter(self.state.samples_dropped) - batch.score_again())
 
     def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
         self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
