@@ -10,9 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 
 from flowfleet.api.jobs import Job
+from flowfleet.api.problems import ApiError
 from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.doctor.command import doctor
@@ -29,7 +31,6 @@ from flowfleet.cli.up import StackDir, up
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
-from flowfleet.errors import Conflict, FlowfleetError, NotFound
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job
 from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
 from flowfleet.models.registry import family_of
@@ -287,11 +288,11 @@ def _delete_each(client: Client, job_ids: list[str], files: bool) -> tuple[list[
     for number, job_id in enumerate(job_ids):
         try:
             deleted.append(client.delete(job_id, files=files))
-        except NotFound:  # the controller removed it meanwhile
-            continue
-        except FlowfleetError as error:
+        except ApiError as error:
+            if error.status in (httpx.codes.NOT_FOUND, httpx.codes.GONE):  # the controller removed it meanwhile
+                continue
             failed.append(f"job {job_id}: {error}")
-            if not isinstance(error, Conflict):  # it concerns all jobs
+            if error.status != httpx.codes.CONFLICT:  # it concerns all jobs
                 failed.append(f"{len(job_ids) - number - 1} more jobs were not tried: run the command again")
                 break
     return deleted, failed

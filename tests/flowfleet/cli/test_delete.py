@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flowfleet.api.problems import ApiError
 from flowfleet.cli import main as cli
 from flowfleet.client.client import Client
-from flowfleet.errors import Conflict, Gone, NotFound, Unavailable
 from tests.flowfleet.cli.samples.test_page import JOB
 
 
-@pytest.mark.parametrize(("last", "tried"), [(Conflict("its files are in use"), 5), (Unavailable("no controller"), 2)])
+@pytest.mark.parametrize(
+    ("last", "tried"), [(ApiError(409, "its files are in use"), 5), (ApiError(503, "no controller"), 2)]
+)
 def test_delete_before_tries_every_job_and_tells_what_failed(
     monkeypatch: pytest.MonkeyPatch, last: Exception, tried: int
 ) -> None:
     now = datetime.now(UTC)
     jobs = [JOB.model_copy(update={"id": str(number), "ended_at": now}) for number in range(5)]
-    answers: list[Any] = [jobs[0], last, Gone("1"), NotFound("2"), jobs[4]]
+    answers: list[Any] = [jobs[0], last, ApiError(410, "1"), ApiError(404, "2"), jobs[4]]
     asked: list[str] = []
 
     def delete(_: Client, job_id: str, *, files: bool) -> Any:
