@@ -101,7 +101,8 @@ class AsyncTransport:
             query["cursor"] = page["next_cursor"]
 
     async def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Sends one request; retries while a controller that answered before is unreachable."""
+        """Sends one request; retries while a controller that answered before is unreachable or slows requests down."""
+        waiting = (*AWAY, *([httpx.codes.TOO_MANY_REQUESTS] if self._reached else ()))
         for delay_s in (*RETRY_DELAYS_S, None):
             asked_s = 0.0
             try:
@@ -111,7 +112,7 @@ class AsyncTransport:
                     raise unreachable(self.url, error) from None
             else:
                 self._reached = True
-                if response.status_code not in AWAY or delay_s is None:
+                if response.status_code not in waiting or delay_s is None:
                     return checked(response)
                 asked_s = retry_after_s(response.headers.get("retry-after")) or 0.0
             assert delay_s is not None

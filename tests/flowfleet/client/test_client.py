@@ -255,13 +255,22 @@ def test_a_controller_behind_a_forwarded_port_does_not_see_our_files() -> None:
     assert not Client("https://fleet.example").same_files
 
 
-def test_the_pace_that_a_controller_asks_for_is_kept() -> None:
+@pytest.mark.parametrize("status", [429, 503])
+def test_the_pace_that_a_controller_asks_for_is_kept(status: int) -> None:
     times: list[float] = []
 
     def answer(_: httpx.Request) -> httpx.Response:
         times.append(time.monotonic())
-        away = len(times) == 1
-        return httpx.Response(503 if away else 200, headers={"Retry-After": "0.6"}, json={"items": []})
+        away = len(times) == 2
+        return httpx.Response(status if away else 200, headers={"Retry-After": "0.6"}, json={"items": []})
 
-    assert list(Client(transport=httpx.MockTransport(answer)).jobs()) == []
-    assert times[1] - times[0] >= 0.6  # its own first delay is 0.2
+    client = Client(transport=httpx.MockTransport(answer))
+    assert [list(client.jobs()), list(client.jobs())] == [[], []]
+    assert times[2] - times[1] >= 0.6  # its own first delay is 0.2
+
+
+def test_a_first_refusal_for_too_many_requests_is_told_at_once() -> None:
+    """It may be for wrong keys, which no waiting mends."""
+    answers = httpx.MockTransport(lambda _: httpx.Response(429, headers={"Retry-After": "30"}, json={"detail": "slow"}))
+    with pytest.raises(ApiError, match="slow"):
+        list(Client(transport=answers).jobs())
