@@ -8,6 +8,7 @@ import logging
 import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import redis.asyncio
 import torch
@@ -88,39 +89,27 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             f"--sequence-parallel-size {options.sequence_parallel_size}: the engine {options.engine} samples on one "
             "device: give --engine diffusers, or --sequence-parallel-size 1"
         )
-    pulse = Pulse(options.hang_s, options.stall_s, shared=True)
+    settings: dict[str, Any] = {"max_batch": options.max_batch, "threads": options.threads}
+    settings["pulse"] = Pulse(options.hang_s, options.stall_s, shared=True)
     if options.engine == "vllm-omni":
         from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 
-        return VllmOmniEngine(
-            device,
-            max_batch=options.max_batch,
-            threads=options.threads,
-            attention_backend=options.attention_backend,
-            pulse=pulse,
-        )
+        return VllmOmniEngine(device, attention_backend=options.attention_backend, **settings)
     if options.engine == "vllm":
         from services.rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
+        return VllmEngine(device, **settings)
     if options.engine == "transformers":
         from services.rollout.engines.transformers import TransformersEngine
 
-        return TransformersEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
+        return TransformersEngine(device, **settings)
     if options.sequence_parallel_size > 1:
         from services.rollout.engines.parallel import ParallelEngine
 
-        return ParallelEngine(
-            device,
-            size=options.sequence_parallel_size,
-            max_batch=options.max_batch,
-            threads=options.threads,
-            pulse=pulse,
-            on_lost=_end_at_once,
-        )
+        return ParallelEngine(device, size=options.sequence_parallel_size, on_lost=_end_at_once, **settings)
     from services.rollout.engines.diffusers import DiffusersEngine
 
-    return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
+    return DiffusersEngine(device, **settings)
 
 
 def _end_at_once() -> None:

@@ -18,7 +18,7 @@ from flowfleet.quantization import layers
 from flowfleet.weights.weights import dtype_of
 from services.rollout.engines import acceleration
 from services.rollout.engines.acceleration import blocks
-from services.rollout.engines.base import GeneratedBatch, GenerationRequest
+from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.local import LocalEngine, load_format
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
@@ -44,18 +44,9 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
             acceleration.watch_compilation(self.pulse)
         self._sampler = Sampler(adapter)
 
-    def _encode(self, request: GenerationRequest) -> Encoded:
-        assert self._sampler is not None, "prepare comes first"
+    def _check(self, request: GenerationRequest) -> None:
         assert self._family is not None
         check_request(request, self._family, self._lora)
-        encoded: Encoded = self._sampler.encode(request)
-        return encoded
-
-    def _sample(
-        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
-    ) -> GeneratedBatch:
-        sampled: GeneratedBatch = self._sampler.sample(request, encoded, rows, checkpoint)
-        return sampled
 
     def _cut(self, request: GenerationRequest, encoded: Encoded) -> list[Sequence[Row]]:
         return [*batches(request, self._max_batch)]

@@ -83,6 +83,23 @@ class ThreadedEngine(RolloutEngine):
 
     # On the engine's thread -------------------------------------------------------------------------------------------
 
+    def _require_sampled(self, model: ModelSpec, family: ModelFamily, is_sampled: bool) -> None:
+        """Raises ValueError for a model that the engine does not sample."""
+        if not is_sampled:
+            other = "transformers" if family.writes_tokens else "diffusers"
+            raise ValueError(
+                f"model {model.path} is a {family.title}, which the engine {self.name} of this replica cannot sample: "
+                f"start rollouts with --engine {other}"
+            )
+
+    def _require_plain(self, model: ModelSpec) -> None:
+        """Raises ValueError for a model to be compiled or quantized, for engines that do neither."""
+        if model.compile or model.quantization not in ("", "none"):
+            raise ValueError(
+                f"model {model.path} writes text: the engine {self.name} neither compiles nor quantizes it, remove "
+                "rollout.compile and rollout.quantization"
+            )
+
     def _set_up_thread(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
@@ -167,12 +184,7 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         self.pulse.reset()
         log.info("loading %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
-        if not self._family.trains(writes_tokens=self.writes_tokens):
-            other = "transformers" if self._family.writes_tokens else "diffusers"
-            raise ValueError(
-                f"model {model.path} is a {self._family.title}, which the engine {self.name} of this replica cannot "
-                f"sample: start rollouts with --engine {other}"
-            )
+        self._require_sampled(model, self._family, self._family.trains(writes_tokens=self.writes_tokens))
         adapter = self._adapter_of(model, self._family)
         self._set_up(adapter, model)
         self._model, self._adapter = copied(model), adapter
@@ -203,8 +215,14 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         """Makes an adapter that was loaded ready to sample."""
 
     @abstractmethod
+    def _check(self, request: GenerationRequest) -> None:
+        """Raises ValueError for a request that does not fit the model."""
+
     def _encode(self, request: GenerationRequest) -> Any:
         """The prompts of a request as `_sample` takes them. Raises ValueError for a request that does not fit."""
+        assert self._sampler is not None, "prepare comes first"
+        self._check(request)
+        return self._sampler.encode(request)
 
     @abstractmethod
     def _cut(self, request: GenerationRequest, encoded: Any) -> list[Sequence[Any]]:
@@ -214,11 +232,12 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
     def _load_of(self, request: GenerationRequest, num_rows: int) -> tuple[str, float]:
         """Kind and weight of a batch for a `Pulse`."""
 
-    @abstractmethod
     def _sample(
         self, request: GenerationRequest, encoded: Any, rows: Sequence[Any], checkpoint: Callable[[], None]
     ) -> GeneratedBatch:
         """Samples one batch; `checkpoint` is called before every step."""
+        sampled: GeneratedBatch = self._sampler.sample(request, encoded, rows, checkpoint)
+        return sampled
 
     def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
         adapters.load_adapter(self._loaded().experts, state)

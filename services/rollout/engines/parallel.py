@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flowfleet.errors import Broken, Unavailable
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
-from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_disabled
@@ -57,16 +56,9 @@ T = TypeVar("T")
 class SplitEngine(DiffusersEngine):
     """Engine of every rank of a split forward: its transformers' forwards are shared by the ranks."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        size: int,
-        max_batch: int,
-        threads: int | None = None,
-        pulse: Pulse | None = None,
-    ) -> None:
-        super().__init__(device, max_batch=max_batch, threads=threads, pulse=pulse)
+    def __init__(self, device: torch.device, *, size: int, **settings: Any) -> None:
+        """`settings`: those of `LocalEngine`."""
+        super().__init__(device, **settings)
         self.num_devices = size
         self._mesh: DeviceMesh | None = None
 
@@ -93,18 +85,9 @@ class SplitEngine(DiffusersEngine):
 class ParallelEngine(SplitEngine):
     """Rank 0 of `size`. `on_lost` ends the process when its ranks cannot be brought together again."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        size: int,
-        max_batch: int,
-        threads: int | None = None,
-        pulse: Pulse | None = None,
-        on_lost: Callable[[], None],
-    ) -> None:
+    def __init__(self, device: torch.device, *, size: int, on_lost: Callable[[], None], **settings: Any) -> None:
         require_devices(device, size)
-        super().__init__(device, size=size, max_batch=max_batch, threads=threads, pulse=pulse)
+        super().__init__(device, size=size, **settings)
         self._on_lost = on_lost
         self._failure = ""
         """Why the ranks are lost, once they are."""
@@ -113,8 +96,8 @@ class ParallelEngine(SplitEngine):
         self._followers = Followers(
             device,
             size,
-            max_batch=max_batch,
-            threads=threads,
+            max_batch=self._max_batch,
+            threads=self._threads,
             timeout_s=self.pulse.patient_s,
             on_failed=self._lose,
             on_died=on_lost,
@@ -186,10 +169,10 @@ class ParallelEngine(SplitEngine):
         with self._together(Verify(dict(hashes))):
             return super()._verify(hashes)
 
-    def _encode(self, request: GenerationRequest) -> Encoded:
+    def _check(self, request: GenerationRequest) -> None:
         if not any(group.media for group in request.groups):
             sequence_parallel.require_tokens(self._loaded(), request.sampling.size, self.num_devices)
-        return super()._encode(request)
+        super()._check(request)
 
     def _sample(
         self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class SharingEngine(DiffusersEngine):
             setattr(adapter.pipeline, component, expert)
         return adapter
 
-    def _encode(self, request: GenerationRequest) -> Encoded:
+    def _encode(self, request: GenerationRequest) -> Any:
         with self._turns.sampling(self.pulse.beat):
             return super()._encode(request)
 

@@ -222,17 +222,8 @@ class VllmEngine(ThreadedEngine):
     def _start(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         """Another model or another shape of its adapter is another vLLM."""
         family = family_of(model.path)
-        if family.pipeline not in FAMILIES:
-            other = "transformers" if family.writes_tokens else "diffusers"
-            raise ValueError(
-                f"model {model.path} is a {family.title}, which the engine {self.name} of this replica cannot sample: "
-                f"start rollouts with --engine {other}"
-            )
-        if model.compile or model.quantization not in ("", "none"):
-            raise ValueError(
-                f"model {model.path} writes text: the engine {self.name} neither compiles nor quantizes it, remove "
-                "rollout.compile and rollout.quantization"
-            )
+        self._require_sampled(model, family, family.pipeline in FAMILIES)
+        self._require_plain(model)
         self._stop()
         self.pulse.reset()
         adapter = sequence_adapter_for(model.path).load(
@@ -254,10 +245,9 @@ class VllmEngine(ThreadedEngine):
                 undrawn=adapter.undrawn_ids,
             )
             self._adapter, self._is_thinker = adapter, family.pipeline in THINKERS
+            base = self._base()
             if model.load_format == "dummy":
-                fill_dummy(self._base())
-            else:
-                self._base()
+                fill_dummy(base)
             if lora is not None:
                 from services.rollout.engines.vllm.adapter import LiveAdapter
 
