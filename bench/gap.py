@@ -201,10 +201,10 @@ def log_prob_gaps(adapter: ModelAdapter, samples: dict[str, Tensor], options: ar
     """The trainer's log-prob less the rollout's, (B,) for each micro-batch and noisy step."""
     size = Size(options.size, options.size)
     schedule = adapter.schedule(options.steps, size)
-    negative = unpadded(samples["negative"]) if "negative" in samples else None
+    negative = PromptEmbeds.whole(samples["negative"]) if "negative" in samples else None
     for rows in torch.split(torch.arange(len(samples["groups"])), options.micro_batch):
         groups = samples["groups"][rows].tolist()
-        prompts = concat_embeds([unpadded(samples[f"embeds.{group}"]) for group in groups])
+        prompts = concat_embeds([PromptEmbeds.whole(samples[f"embeds.{group}"]) for group in groups])
         for k, step in enumerate(WINDOW):
             latents = samples["latents"][k, rows]
             velocity = adapter.velocity(
@@ -225,10 +225,6 @@ def log_prob_gaps(adapter: ModelAdapter, samples: dict[str, Tensor], options: ar
                 prev_sample=samples["next_latents"][k, rows],
             )
             yield result.log_prob - samples["log_probs"][k, rows]
-
-
-def unpadded(embeds: Tensor) -> PromptEmbeds:
-    return PromptEmbeds(embeds, torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device), {}, False)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -162,13 +162,12 @@ def _batch(engine: Engine, options: argparse.Namespace, micro: MicroBatch) -> St
     steps = (options.window, options.batch, *shape)
     width = engine.adapter.transformer.config.joint_attention_dim
     embeds = torch.randn(options.batch, options.text, width, device=device, dtype=engine.dtype)
-    mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=device)
     return StepsBatch(
         rows=micro.rows,
         is_padding=False,
         advantages=torch.randn(options.batch, device=device),
         ties=torch.ones(options.batch, device=device),
-        prompts=PromptEmbeds(embeds, mask, has_padding=False),
+        prompts=PromptEmbeds.whole(embeds),
         negative=None,
         latents=torch.randn(steps, device=device),
         next_latents=torch.randn(steps, device=device),

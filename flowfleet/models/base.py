@@ -82,9 +82,9 @@ class ModelAdapter(ABC):
     """Where a checkpoint holds the transformers' weights."""
     stored: ClassVar[StoredNames | None] = None
     """How the transformer is stored where a checkpoint is one folder of files (models/files.py); None: diffusers'
-    layout. Such a family overrides `load`, and needs neither `pipeline_class` nor `vae_class`."""
+    layout. Such a family overrides `_load`, and needs neither `pipeline_class` nor `vae_class`."""
     own_parts: ClassVar[tuple[str, ...]] = ()
-    """Parts of the pipeline that the family makes in `load`, and diffusers does not."""
+    """Parts of the pipeline that the family makes in `_load`, and diffusers does not."""
     sequence_patch: ClassVar[int | None] = None
     """Latent positions of one token, where several devices can share a sample's tokens (sequence parallelism); None:
     they cannot."""
@@ -127,6 +127,16 @@ class ModelAdapter(ABC):
 
         Raises ValueError if the folder lacks a component or cannot be read.
         """
+        if unknown := set(components) - set(ALL_COMPONENTS):
+            raise ValueError(f"unknown components {sorted(unknown)}: choose from {', '.join(ALL_COMPONENTS)}")
+        pipeline, vae_config = cls._load(path, dtype, device, components, load_format)
+        return cls(pipeline, vae_config, dtype=dtype, device=torch.device(device))
+
+    @classmethod
+    def _load(
+        cls, path: Any, dtype: torch.dtype, device: Any, components: Sequence[Component], load_format: LoadFormat
+    ) -> tuple[Any, dict[str, Any]]:
+        """The pipeline, and the VAE's configuration; see `load`."""
         vae_config = component_config(cls.vae_class, path, "vae")
         pipeline = load_pipeline(
             cls.pipeline_class,
@@ -139,7 +149,7 @@ class ModelAdapter(ABC):
             vae_dtype=cls.vae_dtype,
             load_format=load_format,
         )
-        return cls(pipeline, vae_config, dtype=dtype, device=torch.device(device))
+        return pipeline, vae_config
 
     def limit_tokens(self, max_sequence_length: int | None) -> None:
         """Sets `max_sequence_length`; None leaves the family's default. Raises ValueError for a family without one."""
@@ -198,9 +208,7 @@ class ModelAdapter(ABC):
         counts), on the adapter's device and in its dtype: for what depends on shapes alone, such as memory. Needs the
         transformer."""
         width = getattr(self.transformer.config, self.text_width)
-        embeds = torch.zeros(count, num_tokens, width, dtype=self.dtype, device=self.device)
-        mask = torch.ones(count, num_tokens, dtype=torch.bool, device=self.device)
-        return PromptEmbeds(embeds, mask, has_padding=False)
+        return PromptEmbeds.whole(torch.zeros(count, num_tokens, width, dtype=self.dtype, device=self.device))
 
     @abstractmethod
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:

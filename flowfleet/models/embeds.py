@@ -33,6 +33,12 @@ class PromptEmbeds:
         if self.has_padding is None:
             object.__setattr__(self, "has_padding", not bool(self.mask.all()))
 
+    @classmethod
+    def whole(cls, embeds: Tensor, extras: Mapping[str, Tensor] | None = None) -> "PromptEmbeds":
+        """Prompts whose tokens all count."""
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        return cls(embeds, mask, extras or {}, has_padding=False)
+
     def __len__(self) -> int:
         return len(self.embeds)
 

@@ -53,7 +53,7 @@ def load_pipeline(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    components: tuple[Component, ...],
+    components: Sequence[Component],
     parts: Parts = USUAL_PARTS,
     own_parts: tuple[str, ...] = (),
     vae_dtype: torch.dtype | None = None,
@@ -66,10 +66,8 @@ def load_pipeline(
     `own_parts`, which the family makes by itself. All are loaded in `dtype`, the VAE in `vae_dtype` if that is given.
 
     Raises:
-        ValueError: an unknown component, or a folder that lacks a component or holds one that cannot be read.
+        ValueError: a folder that lacks a component or holds one that cannot be read.
     """
-    if unknown := set(components) - set(ALL_COMPONENTS):
-        raise ValueError(f"unknown components {sorted(unknown)}: choose from {', '.join(ALL_COMPONENTS)}")
     absent = {part: None for component in ALL_COMPONENTS if component not in components for part in parts[component]}
     absent |= dict.fromkeys(own_parts)
     dtypes = {"default": dtype} | dict.fromkeys(parts["vae"], vae_dtype or dtype)

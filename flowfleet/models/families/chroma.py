@@ -31,8 +31,7 @@ class ChromaAdapter(FluxAdapter):
         embeds, _, attention, *_ = self.pipeline.encode_prompt(
             prompts, device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
         )
-        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        return PromptEmbeds(embeds, mask, {"attention": attention}, has_padding=False)
+        return PromptEmbeds.whole(embeds, {"attention": attention})
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         blank = ModelAdapter.blank_prompts(self, count, self.max_sequence_length)

@@ -49,8 +49,7 @@ class FluxAdapter(PictureAdapter):
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompts, device=self.device, max_sequence_length=self.max_sequence_length
         )
-        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
+        return PromptEmbeds.whole(embeds, {"pooled": pooled})
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         blank = super().blank_prompts(count, self.max_sequence_length)

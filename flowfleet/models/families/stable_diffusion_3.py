@@ -8,7 +8,6 @@ included, so no mask has a False. The pooled CLIP embeddings travel as the extra
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
@@ -54,8 +53,7 @@ class StableDiffusion3Adapter(PictureAdapter):
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )
-        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
+        return PromptEmbeds.whole(embeds, {"pooled": pooled})
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         blank = super().blank_prompts(count, NUM_CLIP_TOKENS + self.max_sequence_length)

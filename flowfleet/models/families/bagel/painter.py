@@ -6,9 +6,9 @@ The transformer reads the prompt itself, so prompt embeddings are its token ids,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 from diffusers import AutoencoderKL
@@ -21,7 +21,7 @@ from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.families.bagel.checkpoint import load_transformer, load_vae, read_config, vae_config
 from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.kl_vae import PictureAdapter
-from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat
+from flowfleet.models.loading import Component, LoadFormat
 from flowfleet.models.packing import token_grid
 from flowfleet.models.schedules import shifted_schedule
 from flowfleet.models.settings import Guidance, Size
@@ -58,30 +58,22 @@ class BagelPainter(PictureAdapter):
         self._tokens = SpecialTokens.of(vae_config["path"])
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        components: tuple[Component, ...] = ALL_COMPONENTS,
-        load_format: LoadFormat = "safetensors",
-    ) -> Self:
-        """See `ModelAdapter.load`."""
-        if unknown := set(components) - set(ALL_COMPONENTS):
-            raise ValueError(f"unknown components {sorted(unknown)}: choose from {', '.join(ALL_COMPONENTS)}")
+    def _load(
+        cls, path: Any, dtype: torch.dtype, device: Any, components: Sequence[Component], load_format: LoadFormat
+    ) -> tuple[Any, dict[str, Any]]:
         try:
             pipeline = BagelPipeline(
                 load_transformer(path, dtype, device, load_format, "transformer")
                 if "transformer" in components
                 else None,
-                _tokenizer(path) if "text_encoder" in components else None,
+                Qwen2Tokenizer.from_pretrained(str(path), local_files_only=True)
+                if "text_encoder" in components
+                else None,
                 load_vae(path, dtype, device, load_format) if "vae" in components else None,
             )
-            settings = vae_config(path) | {"path": str(path)}
+            return pipeline, vae_config(path) | {"path": str(path)}
         except (OSError, ValueError) as error:
             raise ValueError(f"model {path} cannot be loaded as a BagelPipeline: {error}") from error
-        return cls(pipeline, settings, dtype=dtype, device=torch.device(device))
 
     @property
     def text_encoder(self) -> Any:
@@ -100,9 +92,7 @@ class BagelPainter(PictureAdapter):
         return PromptEmbeds(embeds, mask, has_padding=not token_ids)
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
-        embeds = torch.zeros(count, num_tokens, 1, device=self.device)
-        mask = torch.ones(count, num_tokens, dtype=torch.bool, device=self.device)
-        return PromptEmbeds(embeds, mask, has_padding=False)
+        return PromptEmbeds.whole(torch.zeros(count, num_tokens, 1, device=self.device))
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         """num_steps + 1 even levels from 1 to 0, shifted. The authors count the levels: their 15 are 14 steps."""
@@ -177,7 +167,3 @@ def _shrink(positive: Tensor, guided: Tensor, over: tuple[int, ...]) -> Tensor:
     norms = [torch.linalg.vector_norm(x, dim=over, keepdim=True) for x in (positive, guided)]
     factor: Tensor = (norms[0] / (norms[1] + 1e-8)).clamp(max=1.0)
     return factor
-
-
-def _tokenizer(path: str | Path) -> Any:
-    return Qwen2Tokenizer.from_pretrained(str(path), local_files_only=True)

@@ -9,9 +9,10 @@ with text is a sequence of its own. Guidance is n + s (p − n); published: s = 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 from PIL import Image
@@ -76,18 +77,10 @@ class HunyuanImage3Adapter(ModelAdapter):
         self._offset = float(vae_config.get("shift_factor") or 0.0)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        components: tuple[Component, ...] = ALL_COMPONENTS,
-        load_format: LoadFormat = "safetensors",
-    ) -> Self:
+    def _load(
+        cls, path: Any, dtype: torch.dtype, device: Any, components: Sequence[Component], load_format: LoadFormat
+    ) -> tuple[Any, dict[str, Any]]:
         """See `ModelAdapter.load`. The VAE is float32, as published."""
-        if unknown := set(components) - set(ALL_COMPONENTS):
-            raise ValueError(f"unknown components {sorted(unknown)}: choose from {', '.join(ALL_COMPONENTS)}")
         config = read_config(path)
         shape, vae_config = TransformerConfig.of(config), dict(config["vae"])
         makers: dict[Component, Any] = {
@@ -116,7 +109,7 @@ class HunyuanImage3Adapter(ModelAdapter):
             pipeline.tokenizer = _tokenizer(path)
             pipeline.template = sequences.Template.of(path, generation)
         pipeline.base_size = int(config.get("image_base_size", 1024))
-        return cls(pipeline, vae_config, dtype=dtype, device=torch.device(device))
+        return pipeline, vae_config
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
@@ -146,10 +139,9 @@ class HunyuanImage3Adapter(ModelAdapter):
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         width = self.pipeline.shape.hidden_size
         embeds = torch.zeros(count, num_tokens, width, dtype=self.dtype, device=self.device)
-        mask = torch.ones(count, num_tokens, dtype=torch.bool, device=self.device)
         special = torch.zeros(count, 2 + sequences.RATIOS, width, dtype=self.dtype, device=self.device)
         places = torch.zeros(count, 2, dtype=torch.int64, device=self.device)
-        return PromptEmbeds(embeds, mask, {_TEXT: places, _TOKENS: special}, has_padding=False)
+        return PromptEmbeds.whole(embeds, {_TEXT: places, _TOKENS: special})
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         """`shifted_schedule`: the published scheduler."""
