@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flowfleet.errors import Conflict
 from flowfleet.hardware import devices
@@ -25,35 +25,26 @@ from services.rollout.sampling.publisher import Publisher
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Generation:
-    """`check` raises if the weights are no longer those of the request; `is_overtaken` says that an update waits;
-    `on_done(n, published)` hears of n samples that ended, with their data stored or without."""
+    engine: RolloutEngine
+    publisher: Publisher
+    metrics: RolloutMetrics
+    wire: GenerateRequest
+    request: GenerationRequest
+    check: Callable[[], None]
+    """Raises if the weights are no longer those of the request."""
+    is_overtaken: Callable[[], bool]
+    """Says that an update waits."""
+    on_done: Callable[[int, bool], None]
+    """Hears of samples that ended: how many, and whether their data was stored."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        publisher: Publisher,
-        metrics: RolloutMetrics,
-        *,
-        wire: GenerateRequest,
-        request: GenerationRequest,
-        check: Callable[[], None],
-        is_overtaken: Callable[[], bool],
-        on_done: Callable[[int, bool], None],
-    ) -> None:
-        self._engine = engine
-        self._publisher = publisher
-        self._metrics = metrics
-        self._wire = wire
-        self._request = request
-        self._check = check
-        self._is_overtaken = is_overtaken
-        self._on_done = on_done
-        self._left = request.num_samples
+    def __post_init__(self) -> None:
+        self._left = self.request.num_samples
         self._wanted = True
         self._has_begun = self._gave_way = False
         self._finished: asyncio.Queue[GenerateEvent | None] = asyncio.Queue()
-        self._context = {"job": wire.job_id, "step": wire.step}
+        self._context = {"job": self.wire.job_id, "step": self.wire.step}
 
     async def events(self) -> AsyncGenerator[GenerateEvent, None]:
         """Runs the request and yields its samples as they are published or fail. Raises what stopped it."""
@@ -70,9 +61,9 @@ class Generation:
         start = time.perf_counter()
         publishing: asyncio.Task[None] | None = None
         try:
-            async with aclosing(self._engine.generate(self._request, self._must_stop)) as batches:
+            async with aclosing(self.engine.generate(self.request, self._must_stop)) as batches:
                 async for batch in batches:
-                    self._check()
+                    self.check()
                     if publishing is not None:
                         await publishing
                     publishing = asyncio.create_task(self._publish(batch))
@@ -91,18 +82,18 @@ class Generation:
         start = time.perf_counter()
         problems = [(sample, sample.problem) for sample in batch.samples]
         good = tuple(sample for sample, problem in problems if not problem)
-        samples = await self._publisher.publish(self._wire, replace(batch, samples=good))
-        self._metrics.published(
-            self._wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
+        samples = await self.publisher.publish(self.wire, replace(batch, samples=good))
+        self.metrics.published(
+            self.wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
         )
-        self._metrics.encoded(self._wire.job_id, batch.prompts)
-        self._metrics.peak_memory(devices.peak_memory_bytes(self._engine.device))
+        self.metrics.encoded(self.wire.job_id, batch.prompts)
+        self.metrics.peak_memory(devices.peak_memory_bytes(self.engine.device))
         self._count(len(samples), published=True)
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})
             self._finished.put_nowait(GenerateEvent(sample=self._told(sample)))
         for failed, problem in ((sample, problem) for sample, problem in problems if problem):
-            place = SampleId(job_id=self._wire.job_id, step=self._wire.step, group=failed.group, index=failed.index)
+            place = SampleId(job_id=self.wire.job_id, step=self.wire.step, group=failed.group, index=failed.index)
             log.warning("sample %d/%d failed: %s", failed.group, failed.index, problem, extra=self._context)
             self._finished.put_nowait(GenerateEvent(sample=Sample(id=place), failure=problem))
 
@@ -113,21 +104,21 @@ class Generation:
 
     def _must_stop(self) -> bool:
         """Asked from the engine's thread before every denoising step."""
-        if not self._has_begun and self._wire.gives_way and self._is_overtaken():
+        if not self._has_begun and self.wire.gives_way and self.is_overtaken():
             self._gave_way = True
         self._has_begun = not self._gave_way
         return self._gave_way or not self._wanted
 
     def _close(self, seconds: float) -> None:
-        made = self._request.num_samples - self._left
-        log.info("published %d of %d samples in %.2f s", made, self._request.num_samples, seconds, extra=self._context)
-        self._metrics.dropped(self._wire.job_id, self._left)
+        made = self.request.num_samples - self._left
+        log.info("published %d of %d samples in %.2f s", made, self.request.num_samples, seconds, extra=self._context)
+        self.metrics.dropped(self.wire.job_id, self._left)
         self._count(self._left, published=False)
         self._finished.put_nowait(None)
 
     def _count(self, num_samples: int, *, published: bool) -> None:
         self._left -= num_samples
-        self._on_done(num_samples, published)
+        self.on_done(num_samples, published)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Consumes the error of a request whose caller is gone."""
