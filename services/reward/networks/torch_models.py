@@ -6,11 +6,12 @@ the process that scores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import transformers
@@ -22,11 +23,13 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from flowfleet import hub
 from flowfleet.hardware import devices
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.checkpoints import Checkpoint, fingerprint
 from services.reward.networks.pixels import differentiable
-from services.reward.scorer import ScorerSettings
+from services.reward.scorer import PlainScorer, ScorerSettings
 
 Item = TypeVar("Item")
+Settings = TypeVar("Settings", bound=ScorerSettings)
 
 
 class ModelSettings(ScorerSettings):
@@ -64,6 +67,20 @@ class ModelSettings(ScorerSettings):
         said = self.model_dump(mode="json", exclude_defaults=True, exclude={"device", "batch_size"})
         changes = [f"{name} {said[name]}" for name, value in self if name in said and not isinstance(value, Path)]
         return f"{number} ({', '.join([f'{_shown(self.model)} {fingerprint(*paths)}', *changes])})"
+
+
+class ModelScorer(PlainScorer, Generic[Settings]):
+    """A scorer of pictures and videos around a torch model, whose forward pass takes a batch."""
+
+    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
+    score_range = (-math.inf, math.inf)
+    call_bytes = 0
+
+    def __init__(self, settings: Settings, num_threads: int) -> None:
+        self._settings, self._num_threads = settings, num_threads
+
+    def start(self) -> None:
+        prepare_torch(self._num_threads)
 
 
 def _shown(folder: Path) -> str:

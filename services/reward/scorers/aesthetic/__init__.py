@@ -14,7 +14,6 @@ most 8 evenly spaced frames.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,12 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import SiglipVisionModel
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.networks.encoders import ClipEncoder, PictureEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
-from services.reward.networks.torch_models import ModelSettings, batches, prepare_torch
+from services.reward.networks.torch_models import ModelScorer, ModelSettings, batches
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
@@ -56,13 +54,10 @@ class AestheticSettings(ModelSettings):
     """Safetensors file of the head."""
 
 
-class AestheticScorer(PlainScorer):
+class AestheticScorer(ModelScorer[AestheticSettings]):
     """No components."""
 
     name = "aesthetic"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
-    score_range = (-math.inf, math.inf)
-    call_bytes = 0
     gives_gradient = True
 
     def __init__(self, settings: AestheticSettings, num_threads: int) -> None:
@@ -71,12 +66,11 @@ class AestheticScorer(PlainScorer):
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=self._is_clip)
         self._head = read_head(settings.head)
         self.version, self.pinned = settings.version(1), settings.pinned
-        self._settings = settings
-        self._num_threads = num_threads
+        super().__init__(settings, num_threads)
         self._encoder: PictureEncoder
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         settings, model = self._settings, self._settings.model
         self._encoder = (
             ClipEncoder(settings, model, "model", self._num_threads)

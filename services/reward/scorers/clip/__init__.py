@@ -19,19 +19,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.networks.checkpoints import check_checkpoint, check_processor, read_scalar
 from services.reward.networks.encoders import ClipEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
-from services.reward.networks.torch_models import ModelSettings, batches, prepare_torch
+from services.reward.networks.torch_models import ModelScorer, ModelSettings, batches
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
@@ -45,11 +44,9 @@ from services.reward.scorer import (
 Settings = TypeVar("Settings", bound=ModelSettings)
 
 
-class _ClipScorer(PlainScorer, Generic[Settings]):
+class _ClipScorer(ModelScorer[Settings]):
     """Components: `tokens_cut`, of the prompt, and those of the subclass."""
 
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
-    call_bytes = 0
     gives_gradient = True
     number: ClassVar[int] = 1
     """Version of this code: raised when it gives the same picture another score."""
@@ -58,12 +55,11 @@ class _ClipScorer(PlainScorer, Generic[Settings]):
         check_checkpoint(settings.model, "model", ("clip",))
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=True)
         self.version, self.pinned = settings.version(self.number), settings.pinned
-        self._settings = settings
-        self._num_threads = num_threads
+        super().__init__(settings, num_threads)
         self._encoder: ClipEncoder
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._encoder = ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:

@@ -12,35 +12,32 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.networks.encoders import PictureEncoder
-from services.reward.networks.torch_models import ModelSettings, prepare_torch
-from services.reward.scorer import Outcome, PlainScorer, Sample
+from services.reward.networks.torch_models import ModelScorer, ModelSettings
+from services.reward.scorer import Outcome, Sample
 from services.reward.scorers.diversity import COMPONENTS, RANGE, group_scores
 
 TYPES = ("dinov2", "dinov2_with_registers", "dinov3_vit", "clip_vision_model", "siglip_vision_model")
 
 
-class FeatureDiversity(PlainScorer):
+class FeatureDiversity(ModelScorer[ModelSettings]):
     """Component: `mean_distance` to all others of the group."""
 
     name = "feature_diversity"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = RANGE
     components = COMPONENTS
     needs_group = True
-    call_bytes = 0
 
     def __init__(self, settings: ModelSettings, num_threads: int) -> None:
         check_checkpoint(settings.model, "model", TYPES)
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=False)
         self.version, self.pinned = settings.version(1), settings.pinned
-        self._settings, self._num_threads = settings, num_threads
+        super().__init__(settings, num_threads)
         self._encoder: PictureEncoder
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._encoder = PictureEncoder(AutoModel, self._settings, self._settings.model, "model", self._num_threads)
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -22,11 +21,10 @@ from PIL import Image
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.checkpoints import check_checkpoint, fingerprint
 from services.reward.networks.libraries import library, of_samples
-from services.reward.networks.torch_models import batches, pick_device, prepare_torch
-from services.reward.scorer import Outcome, PlainScorer, Problem, Sample, Score, ScorerSettings
+from services.reward.networks.torch_models import ModelScorer, batches, pick_device
+from services.reward.scorer import Outcome, Problem, Sample, Score, ScorerSettings
 
 MAX_ASPECT = 200
 """Longer pictures are refused by the library."""
@@ -45,14 +43,11 @@ class HPSv3Settings(ScorerSettings):
     """Pictures per forward pass."""
 
 
-class HPSv3Scorer(PlainScorer):
+class HPSv3Scorer(ModelScorer[HPSv3Settings]):
     """Component `log_sigma`: logarithm of the standard deviation that the model gives its score."""
 
     name = "hpsv3"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
-    score_range = (-math.inf, math.inf)
     components = ("log_sigma",)
-    call_bytes = 0
 
     def __init__(self, settings: HPSv3Settings, num_threads: int) -> None:
         if settings.weights.suffix != ".safetensors" or not settings.weights.is_file():
@@ -60,14 +55,13 @@ class HPSv3Scorer(PlainScorer):
         check_checkpoint(settings.model, "model", ("qwen2_vl",))
         _library()
         self.version = f"1 (hpsv3 {version('hpsv3')} {fingerprint(settings.weights, settings.model)})"
-        self._settings = settings
-        self._num_threads = num_threads
+        super().__init__(settings, num_threads)
         self._inferencer: Any = None
         self._special: tuple[str, ...] = ()
         self._device: torch.device
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._device = pick_device(self._settings.device)
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"settings.device: hpsv3 does not run on {self._device.type}: set it to cpu")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +22,9 @@ from PIL import Image
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.libraries import fingerprint_files, library, of_samples
-from services.reward.networks.torch_models import batches, pick_device, prepare_torch
-from services.reward.scorer import Outcome, PlainScorer, Sample, Score, ScorerSettings
+from services.reward.networks.torch_models import ModelScorer, batches, pick_device
+from services.reward.scorer import Outcome, Sample, Score, ScorerSettings
 
 CHECKPOINT, CONFIG, TOKENIZER = "ImageReward.pt", "med_config.json", "bert-base-uncased"
 """Contents of the folder; the last is a folder with vocab.txt."""
@@ -48,14 +46,11 @@ class ImageRewardSettings(ScorerSettings):
     """Pictures per forward pass."""
 
 
-class ImageRewardScorer(PlainScorer):
+class ImageRewardScorer(ModelScorer[ImageRewardSettings]):
     """Component `tokens_cut`: tokens of the prompt that the model did not read."""
 
     name = "image_reward"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
-    score_range = (-math.inf, math.inf)
     components = ("tokens_cut",)
-    call_bytes = 0
 
     def __init__(self, settings: ImageRewardSettings, num_threads: int) -> None:
         for file in _FILES:
@@ -63,13 +58,12 @@ class ImageRewardScorer(PlainScorer):
                 raise ValueError(f"settings.weights = {str(settings.weights)!r} lacks {file}: see docs/scorers.md")
         model_code()
         self.version = f"1 (image-reward {version('image-reward')} {fingerprint_files(settings.weights)})"
-        self._settings = settings
-        self._num_threads = num_threads
+        super().__init__(settings, num_threads)
         self._model: Any = None
         self._device: torch.device
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._device = pick_device(self._settings.device)
         folder = self._settings.weights
         try:

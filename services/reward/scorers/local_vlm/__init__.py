@@ -20,7 +20,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from flowfleet.hardware import devices
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.judge.media import Picture
 from services.reward.judge.messages import filled
@@ -29,18 +28,17 @@ from services.reward.judge.scale import MARKS
 from services.reward.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.networks.pixels import gradients_of, leaves_of, mode_of, resized
 from services.reward.networks.torch_models import (
+    ModelScorer,
     ModelSettings,
     batches,
     image_processor,
     load_model,
     load_tokenizer,
     pick_device,
-    prepare_torch,
 )
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
-    PlainScorer,
     Problem,
     Sample,
     Score,
@@ -61,13 +59,11 @@ class LocalVlmSettings(ModelSettings):
     """Shipped rubric, or a TOML or YAML file: pointwise, of pictures."""
 
 
-class LocalVlm(PlainScorer):
+class LocalVlm(ModelScorer[LocalVlmSettings]):
     """Scores one picture after the other: their numbers of tokens differ."""
 
     name = "local_vlm"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     components = ("mass",)
-    call_bytes = 0
     gives_gradient = True
 
     def __init__(self, settings: LocalVlmSettings, num_threads: int) -> None:
@@ -77,11 +73,11 @@ class LocalVlm(PlainScorer):
         _check(self._rubric, settings.rubric)
         self.version = f"{settings.version(1).removesuffix(')')}, {self._rubric.digest})"
         self.pinned, self.score_range = settings.pinned, self._rubric.score_range
-        self._settings, self._num_threads = settings, num_threads
+        super().__init__(settings, num_threads)
         self._judge: _Judge
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._judge = _Judge(self._settings, self._rubric)
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:

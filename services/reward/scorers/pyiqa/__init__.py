@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import tempfile
@@ -25,10 +24,9 @@ import torch
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.networks.libraries import fingerprint_files, library, of_samples
-from services.reward.networks.torch_models import batches, pick_device, prepare_torch
-from services.reward.scorer import Outcome, PlainScorer, Problem, Sample, Score, ScorerSettings
+from services.reward.networks.torch_models import ModelScorer, batches, pick_device
+from services.reward.scorer import Outcome, Problem, Sample, Score, ScorerSettings
 
 
 class PyiqaSettings(ScorerSettings):
@@ -44,14 +42,11 @@ class PyiqaSettings(ScorerSettings):
     """Pictures per forward pass, of one size."""
 
 
-class PyiqaScorer(PlainScorer):
+class PyiqaScorer(ModelScorer[PyiqaSettings]):
     """Component `metric`: the metric's own value."""
 
     name = "pyiqa"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
-    score_range = (-math.inf, math.inf)
     components = ("metric",)
-    call_bytes = 0
 
     def __init__(self, settings: PyiqaSettings, num_threads: int) -> None:
         known = library("pyiqa.default_model_configs", "pyiqa").DEFAULT_CONFIGS
@@ -64,13 +59,12 @@ class PyiqaScorer(PlainScorer):
         self._sign = -1.0 if chosen.get("lower_better") else 1.0
         files = f" {fingerprint_files(settings.weights)}" if settings.weights else ""
         self.version = f"1 (pyiqa {version('pyiqa')} {settings.metric}{files})"
-        self._settings = settings
-        self._num_threads = num_threads
+        super().__init__(settings, num_threads)
         self._metric: Any = None
         self._device: torch.device
 
     def start(self) -> None:
-        prepare_torch(self._num_threads)
+        super().start()
         self._device = pick_device(self._settings.device)
         with _only_files_of(self._settings.weights), contextlib.redirect_stdout(io.StringIO()):
             try:
