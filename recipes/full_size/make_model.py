@@ -19,9 +19,8 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from transformers import Qwen2_5_VLConfig
 
-from recipes.tiny.components import build_scheduler, build_tokenizer, media_token_ids
+from recipes.tiny.components import build_scheduler, build_tokenizer, text_encoder_config
 
 PROMPTS = "prompts.txt"
 TEXT_TOKENS = 128
@@ -82,7 +81,10 @@ def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bo
         part.save_config(directory / name)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(directory / "tokenizer")
-    _text_config(tokenizer, tiny=tiny).save_pretrained(directory / "text_encoder")
+    text, vision = (TINY_TEXT, TINY_VISION | {"fullatt_block_indexes": [0]}) if tiny else (REAL_TEXT, REAL_VISION)
+    config = text_encoder_config(tokenizer, text, vision, tie_word_embeddings=False)
+    config.architectures = [CLASSES["text_encoder"][1]]
+    config.save_pretrained(directory / "text_encoder")
     index = {"_class_name": "QwenImagePipeline", "_diffusers_version": diffusers.__version__, **CLASSES}
     (directory / "model_index.json").write_text(json.dumps(index, indent=2))
     prompts = make_prompts(tokenizer, NUM_PROMPTS, TEXT_TOKENS - TEMPLATE_END)
@@ -102,17 +104,6 @@ def _prompt(tokenizer: Any, word: str, num_tokens: int) -> str:
     prompt = start + ("v" * missing)
     assert len(tokenizer(prompt).input_ids) == num_tokens
     return prompt
-
-
-def _text_config(tokenizer: Any, *, tiny: bool) -> Qwen2_5_VLConfig:
-    special = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = (TINY_TEXT if tiny else REAL_TEXT) | special | {"pad_token_id": tokenizer.pad_token_id}
-    vision = TINY_VISION | {"fullatt_block_indexes": [0]} if tiny else REAL_VISION
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, **media_token_ids(tokenizer)
-    )
-    config.architectures = [CLASSES["text_encoder"][1]]
-    return config
 
 
 def main() -> None:

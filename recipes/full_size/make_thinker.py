@@ -7,13 +7,12 @@ few.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen2VLImageProcessorPil, Qwen3OmniMoeThinkerConfig, WhisperFeatureExtractor
+from transformers import Qwen3OmniMoeThinkerConfig
 
-from recipes.tiny_thinker.model import configuration, tokenizer
+from recipes.tiny_thinker.model import configuration, save_processors
 
 NUM_LAYERS = 48
 BYTES_OF_LAYER, BYTES_OF_REST = 1.25e9, 3.7e9
@@ -67,12 +66,6 @@ def write_folder(directory: Path, num_layers: int, *, tiny: bool = False) -> Pat
         )
     config.architectures = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
     config.save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
     patch = config.vision_config.patch_size
-    size = {"shortest_edge": 16 * patch**2, "longest_edge": 4096 * patch**2}
-    sound: Any = WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins)
-    picture: Any = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
-    both = {**sound.to_dict(), **picture.to_dict()}
-    (directory / "preprocessor_config.json").write_text(json.dumps(both, indent=1, sort_keys=True), encoding="utf-8")
-    (directory / "video_preprocessor_config.json").write_text(json.dumps({"size": size}), encoding="utf-8")
+    save_processors(directory, config, {"shortest_edge": 16 * patch**2, "longest_edge": 4096 * patch**2})
     return directory

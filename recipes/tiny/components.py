@@ -7,7 +7,7 @@ random weights: embeddings of distinct characters are distinct, which is all tha
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,12 +97,24 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     )
 
 
-def build_text_encoder(tokenizer: Any, width: int = EMBEDDING_WIDTH) -> Any:
-    """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16.
-
-    width: of its embeddings, a multiple of `TEXT_HEAD_WIDTH`.
-    """
-    encoder: Any = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer, width))
+def build_text_encoder(tokenizer: Any) -> Any:
+    """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16."""
+    text = {
+        "hidden_size": EMBEDDING_WIDTH,
+        "intermediate_size": 2 * EMBEDDING_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": EMBEDDING_WIDTH // TEXT_HEAD_WIDTH,
+        "num_key_value_heads": EMBEDDING_WIDTH // TEXT_HEAD_WIDTH,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": EMBEDDING_WIDTH,
+        "fullatt_block_indexes": [0],
+    }
+    encoder: Any = Qwen2_5_VLForConditionalGeneration(text_encoder_config(tokenizer, text, vision))
     for name, weight in encoder.named_parameters():
         if "embed_tokens" in name:
             torch.nn.init.normal_(weight, std=1.0)
@@ -112,9 +124,19 @@ def build_text_encoder(tokenizer: Any, width: int = EMBEDDING_WIDTH) -> Any:
     return encoder
 
 
-def media_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Settings of Qwen2.5-VL that name the tokens standing for pictures and videos."""
-    return {
+def text_encoder_config(
+    tokenizer: Any, text: Mapping[str, Any], vision: Mapping[str, Any], **settings: Any
+) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL with the tokens of `tokenizer`; `text` and `vision` say the sizes."""
+    usual = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    media = {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in [
             ("image", "image_pad"),
@@ -123,39 +145,12 @@ def media_token_ids(tokenizer: Any) -> dict[str, int]:
             ("vision_end", "vision_end"),
         ]
     }
+    return Qwen2_5_VLConfig(text_config={**usual, **text}, vision_config=dict(vision), **media, **settings)
 
 
-def _text_encoder_config(tokenizer: Any, width: int) -> Qwen2_5_VLConfig:
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": width // TEXT_HEAD_WIDTH,
-        "num_key_value_heads": width // TEXT_HEAD_WIDTH,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": width,
-        "fullatt_block_indexes": [0],
-    }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **media_token_ids(tokenizer))
-
-
-def build_vae(width: int = 16) -> Any:
-    """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage.
-
-    width: channels at the full resolution.
-    """
-    return AutoencoderKLQwenImage(base_dim=width, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+def build_vae() -> Any:
+    """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage."""
+    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
 
 
 def build_transformer() -> Any:

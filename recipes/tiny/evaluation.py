@@ -9,7 +9,7 @@ import numpy as np
 from flowfleet.job.spec import read_job_file
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny.signs import Pixels
-from services.reward.scorer import Sample, Score
+from services.reward.scorer import Outcome, Sample, Score
 from services.reward.scorers.ocr import OcrScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_ocr.toml"
@@ -32,11 +32,14 @@ class Judge:
         self._scorer = OcrScorer(num_threads)
         self._params = self._scorer.parse(read_job_file(JOB_FILE)["rewards"]["ocr"]["params"])
 
+    def outcomes(self, images: Pixels, prompts: Sequence[str]) -> list[Outcome]:
+        """The reward's outcome for each picture."""
+        pairs = zip(images, prompts, strict=True)
+        return self._scorer.score([Sample(image[None], prompt) for image, prompt in pairs], self._params)
+
     def judge(self, images: Pixels, prompts: Sequence[str]) -> Legibility:
         """Read `images`, (N, 64, 64, 3) uint8, and compare with the words that `prompts` ask for."""
-        pairs = zip(images, prompts, strict=True)
-        outcomes = self._scorer.score([Sample(image[None], prompt) for image, prompt in pairs], self._params)
-        scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+        scores = [outcome for outcome in self.outcomes(images, prompts) if isinstance(outcome, Score)]
         assert len(scores) == len(prompts), "every prompt names a word"
         return Legibility(
             ocr=float(np.mean([score.value for score in scores])),

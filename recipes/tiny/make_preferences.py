@@ -10,22 +10,18 @@ project's extra `local`.
 import argparse
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from diffusers import QwenImagePipeline
-from PIL import Image
 
-from flowfleet.job.spec import read_job_file
 from flowfleet.process.service import usable_cpus
-from recipes.tiny.evaluation import JOB_FILE
+from recipes.tiny.evaluation import Judge
 from recipes.tiny.make_prompts import read_prompts
 from recipes.tiny.making import load
 from recipes.tiny.painting import paint
 from recipes.tiny.pairs import preferences_of, write_preferences
-from services.reward.scorer import Sample, Score
-from services.reward.scorers.ocr import OcrScorer
+from services.reward.scorer import Score
 
 MODEL = Path(__file__).parent / "model"
 
@@ -40,19 +36,11 @@ def make(options: argparse.Namespace) -> int:
     painted = [paint(pipeline, prompts, options.seed + number) for number in range(each)]
     pictures = np.stack(painted, axis=1).reshape(len(prompts) * each, *painted[0].shape[1:])
     repeated = [prompt for prompt in prompts for _ in range(each)]
-    preferences = preferences_of(pictures, repeated, _scores(pictures, repeated), each, pairs_per_prompt=1)
+    outcomes = Judge(usable_cpus()).outcomes(pictures, repeated)
+    scores = [one.value if isinstance(one, Score) else 0.0 for one in outcomes]  # without one: 0, the worst
+    preferences = preferences_of(pictures, repeated, scores, each, pairs_per_prompt=1)
     write_preferences(options.output, preferences)
     return len(preferences)
-
-
-def _scores(pictures: Any, prompts: list[str]) -> list[float]:
-    """Returns the demo's rewards; a picture without a score counts as 0, the worst."""
-    scorer = OcrScorer(usable_cpus())
-    params = scorer.parse(read_job_file(JOB_FILE)["rewards"]["ocr"]["params"])
-    samples = [
-        Sample.of_picture(Image.fromarray(picture), prompt) for picture, prompt in zip(pictures, prompts, strict=True)
-    ]
-    return [score.value if isinstance(score, Score) else 0.0 for score in scorer.score(samples, params)]
 
 
 def main() -> None:

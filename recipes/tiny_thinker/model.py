@@ -132,10 +132,14 @@ def save_random(folder: Path, seed: int = 0) -> None:
             torch.nn.init.normal_(parameter, std=0.08)
     model.generation_config.eos_token_id = _SPECIAL.index("<|im_end|>")
     model.save_pretrained(folder)
+    save_processors(folder, model.config, {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE})
+
+
+def save_processors(folder: Path, config: Any, size: dict[str, int]) -> None:
+    """Writes the tokenizer, and the processors of sounds, pictures and videos of `size` pixels."""
     tokenizer().save_pretrained(folder)
-    size = {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE}
-    sound: Any = WhisperFeatureExtractor(feature_size=16)
-    picture: Any = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=size)
+    sound: Any = WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins)
+    picture: Any = Qwen2VLImageProcessorPil(patch_size=config.vision_config.patch_size, merge_size=2, size=size)
     both = {**sound.to_dict(), **picture.to_dict()}
     (folder / "preprocessor_config.json").write_text(json.dumps(both, indent=1, sort_keys=True), encoding="utf-8")
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size}), encoding="utf-8")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from recipes.tiny.components import SIGN_WORDS, media_token_ids, train_tokenizer
+from recipes.tiny.components import SIGN_WORDS, text_encoder_config, train_tokenizer
 
 WIDTH = 128
 VISION_WIDTH = 64
@@ -53,12 +53,11 @@ CHAT_TEMPLATE = (
 
 def make_tiny_vlm(path: Path | str, seed: int = 0) -> Path:
     """Writes model, tokenizer and picture processor to the folder `path`; equal seeds give equal bytes."""
-    folder = Path(path)
     tokenizer = build_tokenizer()
-    build_model(tokenizer, seed).save_pretrained(folder, safe_serialization=True)
-    tokenizer.save_pretrained(folder)
-    build_image_processor().save_pretrained(folder)
-    return folder
+    size = {"shortest_edge": MIN_SIDE**2, "longest_edge": MAX_SIDE**2}
+    processor = Qwen2VLImageProcessorPil(patch_size=PATCH_SIZE, merge_size=MERGE_SIZE, size=size)
+    TinyVlm(build_model(tokenizer, seed), tokenizer, processor).save(path)
+    return Path(path)
 
 
 def build_tokenizer() -> Any:
@@ -68,29 +67,14 @@ def build_tokenizer() -> Any:
     return tokenizer
 
 
-def build_image_processor() -> Any:
-    """Qwen2-VL's, in PIL and NumPy."""
-    return Qwen2VLImageProcessorPil(
-        patch_size=PATCH_SIZE,
-        merge_size=MERGE_SIZE,
-        size={"shortest_edge": MIN_SIDE**2, "longest_edge": MAX_SIDE**2},
-    )
-
-
 def build_model(tokenizer: Any, seed: int) -> Any:
     """Three layers of width 128 behind two vision blocks of width 64, untrained, fp32."""
     text = {
-        "vocab_size": len(tokenizer),
         "hidden_size": WIDTH,
         "intermediate_size": 3 * WIDTH,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     vision = {
         "depth": 2,
@@ -103,7 +87,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
         "out_hidden_size": WIDTH,
         "fullatt_block_indexes": [1],
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **media_token_ids(tokenizer))
+    config = text_encoder_config(tokenizer, text, vision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2_5_VLForConditionalGeneration(config).eval()
