@@ -50,7 +50,8 @@ def main() -> int:
         wheels, extras = list[Path](), with_their_own("local", asked)
         while wanted := missing(asked, seen, environment, extras):
             folder = Path(scratch) / str(len(seen))
-            _pip("download", "--no-deps", *target, "-d", str(folder), *map(str, wanted))
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+            subprocess.run([*pip, "download", "--no-deps", *target, "-d", folder, *map(str, wanted)], check=True)
             new = sorted(folder.glob("*.whl"))
             asked = [Requirement(one) for wheel in new for one in required_by(wheel)]
             wheels, extras = wheels + new, [""]
@@ -111,7 +112,11 @@ def required_by(wheel: Path) -> list[str]:
 
 def pack(wheels: Sequence[Path], output: Path) -> None:
     """Unpacks wheels into an archive as they lie in site-packages, with this package's own metadata."""
-    with tempfile.TemporaryDirectory() as folder, _whole(output) as part, _archive(part) as archive:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _whole(output) as part,
+        tarfile.open(part, "w:xz", preset=2) as archive,  # preset 9 takes minutes on a slow machine
+    ):
         site, own = Path(folder), metadata.distribution("flowfleet")
         about = site / f"flowfleet-{own.version}.dist-info"
         about.mkdir()
@@ -124,21 +129,12 @@ def pack(wheels: Sequence[Path], output: Path) -> None:
         archive.add(site, ".")
 
 
-def _archive(path: Path) -> tarfile.TarFile:
-    """Opens it for writing at preset 2: preset 9 takes minutes on a slow machine."""
-    return tarfile.open(path, "w:xz", preset=2)
-
-
 def _kept(source: zipfile.ZipFile) -> Iterator[zipfile.ZipInfo]:
     """Yields the files but for tests, types and scripts."""
     for item in source.infolist():
         top, *rest = item.filename.split("/")
         if not (item.is_dir() or top.endswith(".data") or item.filename.endswith(".pyi") or "tests" in rest):
             yield item
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments], check=True)
 
 
 def _parser() -> argparse.ArgumentParser:
