@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,4 +80,4 @@ def _value(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    rewrite(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE, parts())
+    rewrite(PAGE, parts())

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -70,4 +69,4 @@ def _table(rows: Iterable[tuple[str, tuple[str, ...], str]]) -> str:
 
 
 if __name__ == "__main__":
-    rewrite(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE, parts())
+    rewrite(PAGE, parts())

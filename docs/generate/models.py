@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,4 +31,4 @@ def _row(family: ModelFamily, cases: Sequence[Case]) -> list[str]:
 
 
 if __name__ == "__main__":
-    rewrite(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE, parts())
+    rewrite(PAGE, parts())
