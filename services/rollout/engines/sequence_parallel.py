@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks import apply_context_parallel
-from diffusers.hooks.context_parallel import remove_context_parallel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flowfleet.hardware import devices
@@ -69,18 +68,13 @@ def require_targets(experts: Mapping[str, Any], targets: Sequence[str]) -> None:
 
 def require_tokens(adapter: ModelAdapter, size: Size, degree: int) -> None:
     """Raises ValueError for a size whose tokens `degree` devices cannot share evenly."""
-    tokens = num_tokens(adapter, size)
+    assert adapter.sequence_patch is not None
+    tokens = prod(adapter.latent_shape(size)[1:]) // adapter.sequence_patch
     if tokens % degree:
         raise ValueError(
             f"{degree} devices of this replica cannot share {tokens} tokens evenly: choose a height, width or "
             f"num_frames that makes a multiple of {degree}, or another {FLAG}"
         )
-
-
-def num_tokens(adapter: ModelAdapter, size: Size) -> int:
-    """Tokens of one sample of a family that can split them."""
-    assert adapter.sequence_patch is not None
-    return prod(adapter.latent_shape(size)[1:]) // adapter.sequence_patch
 
 
 def meet(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> DeviceMesh:
@@ -101,20 +95,8 @@ def split(experts: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) ->
     config = ParallelConfig(context_parallel_config=context)
     config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
     for expert in experts.values():
-        _set_config(expert, config)
+        for module in expert.modules():
+            processor: Any = getattr(module, "processor", None)
+            if hasattr(processor, "_parallel_config"):
+                processor._parallel_config = config
         apply_context_parallel(expert, context, expert._cp_plan)
-
-
-def join(experts: Mapping[str, Any]) -> None:
-    """Undoes `split`."""
-    for expert in experts.values():
-        _set_config(expert, None)
-        remove_context_parallel(expert, expert._cp_plan)
-
-
-def _set_config(expert: Any, config: ParallelConfig | None) -> None:
-    """Tells attention between tokens of a sample whether these are split."""
-    for module in expert.modules():
-        processor: Any = getattr(module, "processor", None)
-        if hasattr(processor, "_parallel_config"):
-            processor._parallel_config = config
