@@ -13,31 +13,19 @@ class RolloutMetrics:
     """Counters by job, so that rates give images a second and the share of each part."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._samples = Counter(metric_name("rollout/samples"), "Samples published.", ["job"], registry=registry)
-        self._dropped = Counter(
-            metric_name("rollout/samples_dropped"), "Samples given up or failed.", ["job"], registry=registry
-        )
-        self._seconds = Counter(
-            metric_name("rollout/seconds"),
-            "Seconds by part: encode, denoise, decode, publish.",
-            ["job", "part"],
-            registry=registry,
-        )
-        self._prompts = Counter(
-            metric_name("rollout/prompts"),
-            "Prompts by where their embeddings came from: cache, encoder.",
-            ["job", "source"],
-            registry=registry,
-        )
-        self._memory = Gauge(
-            metric_name("rollout/peak_memory_gib"), "Most memory of the accelerator held so far.", registry=registry
-        )
-        self._in_flight = Gauge(
-            metric_name("rollout/in_flight"), "Samples admitted and not finished.", registry=registry
-        )
-        self._version = Gauge(
-            metric_name("rollout/policy_version"), "Version served, -1 while none is.", registry=registry
-        )
+        def counted(name: str, text: str, *labels: str) -> Counter:
+            return Counter(metric_name(f"rollout/{name}"), text, ["job", *labels], registry=registry)
+
+        def shown(name: str, text: str) -> Gauge:
+            return Gauge(metric_name(f"rollout/{name}"), text, registry=registry)
+
+        self._samples = counted("samples", "Samples published.")
+        self._dropped = counted("samples_dropped", "Samples given up or failed.")
+        self._seconds = counted("seconds", "Seconds by part: encode, denoise, decode, publish.", "part")
+        self._prompts = counted("prompts", "Prompts by where their embeddings came from: cache, encoder.", "source")
+        self._memory = shown("peak_memory_gib", "Most memory of the accelerator held so far.")
+        self._in_flight = shown("in_flight", "Samples admitted and not finished.")
+        self._version = shown("policy_version", "Version served, -1 while none is.")
         self.version(None)
 
     def peak_memory(self, size_bytes: int) -> None:
