@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
 
 from flowfleet.algorithms.registry import STEPS
 from flowfleet.algorithms.samplers import SamplerName
@@ -152,40 +152,34 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
         message.num_inference_steps,
         Guidance(
             guidance,
-            _embedded_guidance(message),
+            _number(message, "embedded_guidance", "a finite number of at least 0, or remove it", lambda it: it >= 0),
             _interval(message),
-            _image_scale(message),
-            _renorm(message.guidance_renorm),
+            _number(message, "image_guidance_scale", "a number of at least 1; 1 is off", lambda it: it >= 1) or 1.0,
+            cast(Renorm, _one_of(get_args(Renorm), "guidance_renorm", message.guidance_renorm))
+            if message.guidance_renorm
+            else None,
         ),
         negative,
         message.condition_pixels or None,
-        _sampler(message.sampler or "euler"),
-        _shift(message),
+        cast(SamplerName, _one_of(get_args(SamplerName), "sampler", message.sampler or "euler")),
+        _number(message, "shift", "a finite number above 0, or remove it", lambda it: it > 0),
         message.full_precision,
     )
 
 
-def _sampler(name: str) -> SamplerName:
-    for known in get_args(SamplerName):
-        if name == known:
-            return cast(SamplerName, name)
-    raise ValueError(f"sampling.sampler = {name!r}: give one of {', '.join(get_args(SamplerName))}")
+def _one_of(known: Sequence[str], field: str, name: str) -> str:
+    if name not in known:
+        raise ValueError(f"sampling.{field} = {name!r}: give one of {', '.join(known)}")
+    return name
 
 
-def _shift(message: rollout_pb2.Sampling) -> float | None:
-    if not message.HasField("shift"):
+def _number(message: Any, field: str, wanted: str, fits: Callable[[float], bool]) -> float | None:
+    """A number that may be left out. Raises ValueError for one that is not `wanted`."""
+    if not message.HasField(field):
         return None
-    if not (math.isfinite(message.shift) and message.shift > 0):
-        raise ValueError(f"sampling.shift = {message.shift}: give a finite number above 0, or remove it")
-    return message.shift
-
-
-def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
-    if not message.HasField("embedded_guidance"):
-        return None
-    value = message.embedded_guidance
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"sampling.embedded_guidance = {value}: give a finite number of at least 0, or remove it")
+    value: float = getattr(message, field)
+    if not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"sampling.{field} = {value}: give {wanted}")
     return value
 
 
@@ -197,24 +191,6 @@ def _interval(message: rollout_pb2.Sampling) -> tuple[float, float]:
             f"sampling.guidance_low = {low}, sampling.guidance_high = {high}: give rising noise levels from 0 to 1"
         )
     return low, high
-
-
-def _image_scale(message: rollout_pb2.Sampling) -> float:
-    if not message.HasField("image_guidance_scale"):
-        return 1.0
-    value = message.image_guidance_scale
-    if not (math.isfinite(value) and value >= 1):
-        raise ValueError(f"sampling.image_guidance_scale = {value}: give a number of at least 1; 1 is off")
-    return value
-
-
-def _renorm(name: str) -> Renorm | None:
-    if not name:
-        return None
-    for known in get_args(Renorm):
-        if name == known:
-            return cast(Renorm, name)
-    raise ValueError(f"sampling.guidance_renorm = {name!r}: give one of {', '.join(get_args(Renorm))}")
 
 
 def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
