@@ -100,6 +100,11 @@ def rpc_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def serving(options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of `rpc_parser` say to `rpc.serve`."""
+    return {name: getattr(options, name) for name in ("host", "port", "port_file", "health_port")}
+
+
 def run_service(
     name: str,
     main: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],

@@ -36,7 +36,7 @@ from flowfleet.errors import TooLarge
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, OpenedMedia, open_media
 from flowfleet.media.text import TEXT_TYPE, OpenedText, open_text
 from flowfleet.process.pulse import HANG_S, Pulse, add_pulse_arguments
-from flowfleet.process.service import rpc_parser, run_service
+from flowfleet.process.service import rpc_parser, run_service, serving
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     MODALITY_TEXT,
@@ -220,10 +220,7 @@ async def _serve(reward: Reward, options: argparse.Namespace) -> None:
     add_RewardServiceServicer_to_server(RewardServicer(reward, pulse), server)
     await rpc.serve(
         server,
-        host=options.host,
-        port=options.port,
-        port_file=options.port_file,
-        health_port=options.health_port,
+        **serving(options),
         health=rpc.HealthState(SERVICE_NAME),
         is_stuck=lambda: pulse.is_stuck,
         grace_s=GRACE_S,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.process.pulse import Pulse, add_pulse_arguments
-from flowfleet.process.service import PATIENT_THREADS, rpc_parser, run_service, usable_cpus
+from flowfleet.process.service import PATIENT_THREADS, rpc_parser, run_service, serving, usable_cpus
 from flowfleet.rewards.requests import SERVICE_NAME
 from flowfleet.rpc import endpoint as rpc
 from services.reward import scorers
@@ -94,10 +94,7 @@ async def _serve(options: argparse.Namespace) -> None:
     servicer.add_to_server(server)
     await rpc.serve(
         server,
-        host=options.host,
-        port=options.port,
-        port_file=options.port_file,
-        health_port=options.health_port,
+        **serving(options),
         health=rpc.HealthState(SERVICE_NAME),
         is_stuck=lambda: pulse.is_stuck,
         on_drain=drain,

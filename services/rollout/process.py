@@ -17,6 +17,7 @@ from flowfleet import hub, plugins
 from flowfleet.hardware import devices
 from flowfleet.job.fingerprints import fingerprint
 from flowfleet.process.pulse import Pulse
+from flowfleet.process.service import serving
 from flowfleet.proto import rollout_pb2
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
@@ -68,10 +69,7 @@ async def _serve(
     )
     await rpc.serve(
         server,
-        host=options.host,
-        port=options.port,
-        port_file=options.port_file,
-        health_port=options.health_port,
+        **serving(options),
         health=health,
         on_serving=lambda address: replica.join(options.advertise or address, options.model or "", options.pool),
         on_drain=lambda: replica.leave(options.drain_s),

@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 from flowfleet.data.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
 from flowfleet.process import telemetry, traces
-from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run_service
+from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run_service, serving
 from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
@@ -101,10 +101,7 @@ async def lead(options: argparse.Namespace) -> None:
 
     await rpc.serve(
         server,
-        host=options.host,
-        port=options.port,
-        port_file=options.port_file,
-        health_port=options.health_port,
+        **serving(options),
         health=rpc.HealthState(SERVICE),
         on_drain=drain,
         stop=stop,
