@@ -8,7 +8,6 @@ many samples and bytes and no more.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from flowfleet.rewards.gradients import PixelInput
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.batcher import Limits, MicroBatcher, draining, queue_full
 from services.reward.execution.decoding import Opened, open_sample
-from services.reward.execution.evaluator import FAILED, Evaluator, finite, unless_all_failed
+from services.reward.execution.evaluator import Evaluator, finite, guarded, unless_all_failed
 from services.reward.execution.groups import together
 from services.reward.execution.pool import ProcessPool
 from services.reward.metrics import RewardMetrics
@@ -146,38 +145,14 @@ class Direct(Generic[Params]):
 Engine = Batched[Any] | Direct[Any]
 
 
-log = logging.getLogger(__name__)
-
-
 def evaluate_gradients(
     evaluator: Evaluator[Params], samples: Sequence[PixelInput], params: Params
 ) -> list[GradientOutcome]:
     """Returns one outcome per sample, in order."""
-    scorer = evaluator.scorer
-    with evaluator.pulse.work("gradient", len(samples)):
-        try:
-            return _checked(scorer, samples, params)
-        except Exception:
-            log.exception("scorer %s failed on %d gradients; scoring one by one", scorer.name, len(samples))
-        outcomes: list[GradientOutcome] = []
-        for sample in samples:
-            outcomes += _alone(scorer, sample, params)
-            evaluator.pulse.beat()
-        return outcomes
-
-
-def _alone(scorer: Scorer[Params], sample: PixelInput, params: Params) -> list[GradientOutcome]:
-    try:
-        return _checked(scorer, [sample], params)
-    except Exception as error:
-        return [Problem(FAILED, f"scorer {scorer.name} failed on this sample: {type(error).__name__}")]
-
-
-def _checked(scorer: Scorer[Params], samples: Sequence[PixelInput], params: Params) -> list[GradientOutcome]:
-    outcomes = scorer.score_with_gradient(samples, params)
-    if len(outcomes) != len(samples):
-        raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
-    return [_finite(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+    scorer, pulse = evaluator.scorer, evaluator.pulse
+    parts, score = [[one] for one in samples], lambda some: scorer.score_with_gradient(some, params)
+    with pulse.work("gradient", len(samples)):
+        return guarded(scorer.name, "gradients", parts, score, _finite, pulse.beat)
 
 
 def _finite(sample: PixelInput, outcome: GradientOutcome) -> GradientOutcome:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Generic, TypeVar
 
 from flowfleet.errors import Unavailable
 from flowfleet.process.pulse import Pulse
@@ -35,6 +35,8 @@ FAILED, DIED = "scorer_failed", "scorer_died"
 """Reasons of Problems that are the scorer's and not the sample's."""
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -118,26 +120,42 @@ class Evaluator(Generic[Params]):
     def _score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         if not samples:
             return []
-        try:
-            return self._checked(samples, params)
-        except Exception:
-            log.exception("scorer %s failed on %d samples; scoring one by one", self.scorer.name, len(samples))
-        return [
-            outcome for unit in units(samples, self.scorer.needs_group) for outcome in self._score_alone(unit, params)
-        ]
+        parts = units(samples, self.scorer.needs_group)
+        name, score = self.scorer.name, lambda some: self.scorer.score(some, params)
+        return guarded(name, "samples", parts, score, _finished, self.pulse.beat)
 
-    def _score_alone(self, unit: Sequence[Sample], params: Params) -> list[Outcome]:
+
+def guarded(
+    name: str,
+    what: str,
+    units: Sequence[Sequence[Item]],
+    score: Callable[[Sequence[Item]], list[Result]],
+    check: Callable[[Item, Result], Result],
+    beat: Callable[[], None],
+) -> list[Result | Problem]:
+    """Scores all units at once, and checks each outcome. Where that raises they are scored one by one, and those that
+    raise again have problems. `beat` is called after each."""
+
+    def checked(some: Sequence[Item]) -> list[Result]:
+        outcomes = score(some)
+        if len(outcomes) != len(some):
+            raise RuntimeError(f"{len(outcomes)} outcomes for {len(some)} samples")
+        return [check(*pair) for pair in zip(some, outcomes, strict=True)]
+
+    samples = [sample for unit in units for sample in unit]
+    try:
+        return [*checked(samples)]
+    except Exception:
+        log.exception("scorer %s failed on %d %s; scoring one by one", name, len(samples), what)
+    outcomes: list[Result | Problem] = []
+    for unit in units:
         try:
-            return self._checked(unit, params)
+            outcomes += checked(unit)
         except Exception as error:
-            text = f"scorer {self.scorer.name} raised {type(error).__name__}"
-            return [Problem(FAILED, text)] * len(unit)
-
-    def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
-        outcomes = self.scorer.score(samples, params)
-        if len(outcomes) != len(samples):
-            raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
-        return [_of(sample, finite(outcome)) for sample, outcome in zip(samples, outcomes, strict=True)]
+            text = f"scorer {name} raised {type(error).__name__}"
+            outcomes += [Problem(FAILED, text)] * len(unit)
+        beat()
+    return outcomes
 
 
 def unless_all_failed(name: str, outcomes: Sequence[Outcome | GradientOutcome]) -> None:
@@ -157,8 +175,10 @@ def finite(outcome: Outcome) -> Outcome:
     return Problem("non_finite", "; ".join(broken)) if broken else outcome
 
 
-def _of(sample: Sample, outcome: Outcome) -> Outcome:
-    """The outcome with the size of the file that it is of, by which the controller sees scores that were exchanged."""
+def _finished(sample: Sample, outcome: Outcome) -> Outcome:
+    """The finite outcome with the size of the file that it is of, by which the controller sees scores that were
+    exchanged."""
+    outcome = finite(outcome)
     return replace(outcome, media_size=sample.media_size) if isinstance(outcome, Score) else outcome
 
 
