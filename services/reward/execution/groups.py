@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 
@@ -13,6 +14,7 @@ class Grouped(Protocol):
 
 
 Item = TypeVar("Item", bound=Grouped)
+Result = TypeVar("Result")
 
 
 def units(samples: Sequence[Item], whole_groups: bool) -> list[Sequence[Item]]:
@@ -20,6 +22,18 @@ def units(samples: Sequence[Item], whole_groups: bool) -> list[Sequence[Item]]:
     if not whole_groups:
         return [samples[index : index + 1] for index in range(len(samples))]
     return [list(members) for _, members in itertools.groupby(samples, key=lambda sample: sample.group_id)]
+
+
+async def by_group(
+    samples: Sequence[Item], score: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]
+) -> list[Result]:
+    """Scores all groups at once. The results are in the order of the samples."""
+    groups: dict[str, list[int]] = {}
+    for place, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(place)
+    found = await asyncio.gather(*(score([samples[place] for place in places]) for places in groups.values()))
+    results = dict(zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True))
+    return [results[place] for place in range(len(samples))]
 
 
 def bounds(batch: Sequence[Sequence[object]]) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeVar
 from flowfleet.errors import Unavailable
 from flowfleet.media.files import MediaError
 from flowfleet.rewards.requests import EncodedSample
+from services.reward.execution.groups import by_group
 from services.reward.judge.answers import Answer
 from services.reward.judge.calls.breaker import FailureShare
 from services.reward.judge.calls.client import JudgeClient
@@ -178,7 +178,7 @@ class Judge:
             outcomes = await at_once([self._alone(sample) for sample in samples])
         else:
             compare = self._pairs if self._rubric.mode == "pairwise" else self._rankings
-            outcomes = await self._by_group(samples, compare)
+            outcomes = await by_group(samples, lambda group: self._group(group, compare))
         return self._questions.unless_broken(outcomes, "the rubric (settings.rubric)")
 
     async def _alone(self, sample: EncodedSample) -> Outcome:
@@ -192,39 +192,19 @@ class Judge:
             return Score(reading.value, {"by_logprobs": 0.0})
         return Score(reading.value, {"by_logprobs": 1.0, "mass": reading.mass, "entropy": reading.entropy})
 
-    async def _by_group(
-        self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
-    ) -> list[Outcome]:
-        groups: dict[str, list[int]] = {}
-        for place, sample in enumerate(samples):
-            groups.setdefault(sample.group_id, []).append(place)
-        results = await asyncio.gather(
-            *(self._in_turn([samples[place] for place in places], compare) for places in groups.values())
-        )
-        found = dict(zip(itertools.chain(*groups.values()), itertools.chain(*results), strict=True))
-        return [found[place] for place in range(len(samples))]
-
-    async def _in_turn(
-        self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
-    ) -> list[Outcome]:
-        async with self._questions.samples.take(len(samples)):
-            return await self._group(samples, compare)
-
     async def _group(
         self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
     ) -> list[Outcome]:
-        """Compares a group. Samples that cannot be shown get their problem."""
-        shown: list[Prepared | Problem] = list(await asyncio.gather(*(self._shown(sample) for sample in samples)))
-        good = [one for one in shown if isinstance(one, Prepared)]
-        if len(good) > 1:
-            outcomes = iter(await compare(good))
-        else:
-            message = (
-                f"a {self._rubric.mode} rubric compares the samples of a group, and this one came with no other that "
-                "can be shown: held-out samples are groups of one, for which only a pointwise rubric has a score; a "
-                "group of training must come in one call (the service's --max-batch, the job's group size)"
-            )
-            outcomes = iter([Problem(GROUP, message)] * len(good))
+        """Compares a group in its turn. Samples that cannot be shown get their problem."""
+        message = (
+            f"a {self._rubric.mode} rubric compares the samples of a group, and this one came with no other that can "
+            "be shown: held-out samples are groups of one, for which only a pointwise rubric has a score; a group of "
+            "training must come in one call (the service's --max-batch, the job's group size)"
+        )
+        async with self._questions.samples.take(len(samples)):
+            shown: list[Prepared | Problem] = list(await asyncio.gather(*(self._shown(sample) for sample in samples)))
+            good = [one for one in shown if isinstance(one, Prepared)]
+            outcomes = iter(await compare(good) if len(good) > 1 else [Problem(GROUP, message)] * len(good))
         return [one if isinstance(one, Problem) else next(outcomes) for one in shown]
 
     async def _shown(self, sample: EncodedSample) -> Prepared | Problem:

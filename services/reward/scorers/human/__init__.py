@@ -10,7 +10,6 @@ and FLOWFLEET_CA.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from flowfleet.api.problems import ApiError
-from flowfleet.api.votes import MAX_WANTED, Asked, Vote, VoteGroup, VoteSample, counted
+from flowfleet.api.votes import MAX_WANTED, Asked, Vote, VoteSample, counted
 from flowfleet.client.asynchronous import AsyncClient
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward import bradley_terry
-from services.reward.execution.groups import together
+from services.reward.execution.groups import by_group
 from services.reward.scorer import AsyncScorer, Outcome, Pending, Problem, Score, ScorerSettings, read_params
 
 MAX_VOTES_PER_SAMPLE = 1000.0
@@ -77,22 +76,13 @@ class HumanScorer(AsyncScorer[HumanParams]):
 
     async def score(self, samples: Sequence[EncodedSample], params: HumanParams) -> list[Outcome]:
         """Scores of the groups with enough votes; the others are pending."""
-        groups: dict[str, list[int]] = {}
-        for place in together(samples):
-            groups.setdefault(samples[place].group_id, []).append(place)
-        found = await asyncio.gather(
-            *(self._score_group([samples[place] for place in places], params) for places in groups.values())
-        )
-        outcomes: dict[int, Outcome] = {}
-        for places, group in zip(groups.values(), found, strict=True):
-            outcomes |= zip(places, group, strict=True)
-        return [outcomes[place] for place in range(len(samples))]
+        return await by_group(samples, lambda group: self._score_group(group, params))
 
     async def _score_group(self, samples: Sequence[EncodedSample], params: HumanParams) -> list[Outcome]:
         places = [_place(sample.sample_id) for sample in samples]
         jobs = {place[:3] for place in places if place is not None}
         if None in places or len(jobs) != 1 or len(set(places)) < 2:
-            return _all(samples, Pending("only groups of a job's samples can be voted on"))
+            return [Pending("only groups of a job's samples can be voted on")] * len(samples)
         ((job, step, group),) = jobs
         indices = [place[3] for place in places if place is not None]
         shown = [VoteSample(index=i, media_type=one.media_type) for i, one in zip(indices, samples, strict=True)]
@@ -100,9 +90,11 @@ class HumanScorer(AsyncScorer[HumanParams]):
         try:
             known = await self._client.ask_votes(job, step, group, asked)
         except ApiError as error:
-            return _all(samples, self._refusal(error))
+            return [self._refusal(error)] * len(samples)
         if not known.complete:
-            return _all(samples, Pending(_lacking(known)))
+            given = len(counted(known.votes))
+            votes = f"people gave {given} of {max(known.wanted, given + 1)} votes on group {known.step}/{known.group}"
+            return [Pending(votes)] * len(samples)
         return _scored(counted(known.votes), indices, self._settings.prior_std)
 
     def _refusal(self, error: ApiError) -> Outcome:
@@ -140,11 +132,6 @@ def win_table(votes: Sequence[Vote], indices: Sequence[int]) -> NDArray[np.float
     return wins
 
 
-def _lacking(group: VoteGroup) -> str:
-    given = len(counted(group.votes))
-    return f"people gave {given} of {max(group.wanted, given + 1)} votes on group {group.step}/{group.group}"
-
-
 def _place(sample_id: str) -> tuple[str, int, int, int] | None:
     """Job, step, group and index of a sample's name (flowfleet/data/samples.py)."""
     job, *numbers = sample_id.split("/")
@@ -152,10 +139,6 @@ def _place(sample_id: str) -> tuple[str, int, int, int] | None:
         return None
     step, group, index = map(int, numbers)
     return job, step, group, index
-
-
-def _all(samples: Sequence[EncodedSample], outcome: Outcome) -> list[Outcome]:
-    return [outcome] * len(samples)
 
 
 def _votes_per_sample(text: str) -> float:
