@@ -53,7 +53,8 @@ class Servers:
 
     async def place(self, avoid: Server | None = None) -> Place:
         """Waits for a place; rather not at `avoid`. Raises CallFailed where every server is left alone."""
-        self._fail_if_all_open()
+        if self._all_open:
+            raise self._open_failure()
         place = self._place_now(avoid) if not self._waiting else None
         if place is not None:
             return place
@@ -92,26 +93,18 @@ class Servers:
         """Gives free places to those who wait longest; fails them where every server is left alone."""
         while self._waiting:
             granted, avoid = self._waiting[0]
-            if granted.done():
-                self._waiting.popleft()
-                continue
-            if self._all_open:
-                self._waiting.popleft()
-                granted.set_exception(self._open_failure())
-                continue
-            place = self._place_now(avoid)
-            if place is None:
-                return
+            if not granted.done():
+                if self._all_open:
+                    granted.set_exception(self._open_failure())
+                elif place := self._place_now(avoid):
+                    granted.set_result(place)
+                else:
+                    return
             self._waiting.popleft()
-            granted.set_result(place)
 
     @property
     def _all_open(self) -> bool:
         return all(server.breaker.state is BreakerState.OPEN for server in self._servers)
-
-    def _fail_if_all_open(self) -> None:
-        if self._all_open:
-            raise self._open_failure()
 
     def _open_failure(self) -> CallFailed:
         wait_s = min(server.breaker.wait_s for server in self._servers)
