@@ -1,11 +1,12 @@
-"""Names of files: in errors that lack them, under locales that cannot hold them, and proof that two processes see the
-same files."""
+"""Names of files: in errors that lack them, under locales that cannot hold them; links to files; and proof that two
+processes see the same files."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -45,3 +46,11 @@ def check_names(names: Iterable[str]) -> None:
                 f"{shown}: this locale ({sys.getfilesystemencoding()}) cannot hold the name: set LC_ALL=C.UTF-8, or "
                 "PYTHONUTF8=1"
             ) from None
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Links a file where the file system can, else copies it."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)

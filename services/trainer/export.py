@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowfleet import hub
+from flowfleet.filesystem import link_or_copy
 from flowfleet.job.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowfleet.job.model_files import CARD, MANIFEST, Kind, ModelFile, ModelManifest, Weights
 from flowfleet.job.spec import JobSpec
@@ -254,11 +254,4 @@ def _link_base(engine: Engine, path: Path) -> None:
         inside = Path(folder).resolve() in trained
         return [name for name in names if name.startswith(".") or (inside and layout.is_weights(name))]
 
-    shutil.copytree(base, path, ignore=skip, copy_function=_link_or_copy, dirs_exist_ok=True)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
+    shutil.copytree(base, path, ignore=skip, copy_function=link_or_copy, dirs_exist_ok=True)

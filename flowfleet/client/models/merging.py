@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowfleet.filesystem import link_or_copy
 from flowfleet.job.adapter_files import PEFT_CONFIG, PEFT_FILE
 from flowfleet.weights.files import sort_metadata
 
@@ -32,7 +33,7 @@ def merge(base: Path, adapter: Path, folder: Path) -> None:
     parts = {FIRST: adapter} | {path.parent.name: path.parent for path in sorted(adapter.glob(f"*/{PEFT_CONFIG}"))}
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(base, aside, copy_function=_link)
+    shutil.copytree(base, aside, copy_function=link_or_copy)
     try:
         for component, part in parts.items():
             _merge(aside / component, part)
@@ -80,10 +81,3 @@ def _replace(file: Path, state: dict[str, Tensor], metadata: Any) -> None:
     sort_metadata(aside)
     aside.chmod(mode)
     os.replace(aside, file)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
