@@ -90,13 +90,13 @@ class WeightFiles:
 
 
 class Prefixed:
-    """`StoredNames` of a component whose parameters have their own names after a prefix."""
+    """`StoredNames` of a component whose parameters have their own names after a prefix, or of a part of a `whole`."""
 
-    def __init__(self, prefix: str = "") -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str = "", whole: StoredNames | None = None) -> None:
+        self._prefix, self._whole = prefix, whole
 
     def of(self, name: str, rows: int) -> list[str]:
-        return [self._prefix + name]
+        return self._whole.of(self._prefix + name, rows) if self._whole else [self._prefix + name]
 
 
 def read_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:

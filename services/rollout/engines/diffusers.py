@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.files import WeightFiles
-from flowfleet.models.loading import StoredNames, fill_dummy
+from flowfleet.models.files import Prefixed, WeightFiles
+from flowfleet.models.loading import fill_dummy
 from flowfleet.models.registry import ModelFamily
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.quantization import layers
@@ -104,7 +104,7 @@ def load_by_blocks(
         if files is None:
             fill_dummy(module, f"{component}.{prefix}".rstrip("."), device)
         else:
-            files.fill(module, _Under(prefix, kind.stored), device, dtype)
+            files.fill(module, Prefixed(prefix, kind.stored), device, dtype)
         beat()
 
     for component, expert in bare.experts.items():
@@ -114,13 +114,3 @@ def load_by_blocks(
         fill(component, expert, "")
         setattr(adapter.pipeline, component, expert.to(device))
     return adapter
-
-
-class _Under:
-    """`StoredNames` of a part of a model."""
-
-    def __init__(self, prefix: str, whole: StoredNames) -> None:
-        self._prefix, self._whole = prefix, whole
-
-    def of(self, name: str, rows: int) -> list[str]:
-        return self._whole.of(self._prefix + name, rows)

@@ -118,16 +118,6 @@ class ThreadedEngine(RolloutEngine):
     @abstractmethod
     def _verify(self, hashes: Mapping[str, int]) -> str: ...
 
-    def _copy(self, member: weights.Member, buckets: Sequence[Bucket], target: Mapping[str, Tensor]) -> None:
-        """Copies what is received into `target`."""
-        copy = weights.copy_into(target)
-
-        def into(name: str, value: Tensor) -> None:
-            self.pulse.beat()
-            copy(name, value)
-
-        weights.receive(member, buckets, into)
-
 
 class LocalEngine(ThreadedEngine, Generic[Adapter]):
     """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default."""
@@ -248,7 +238,7 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         weights.require_every_weight(live, buckets)
         if self._lora is None:
             self._model = None  # The base differs from the disk: the next job loads it again.
-        self._copy(member, buckets, live)
+        receive_into(live, member, buckets, self.pulse.beat)
 
     def _verify(self, hashes: Mapping[str, int]) -> str:
         digest = weights.verify(self._live_weights(), hashes)
@@ -266,6 +256,19 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
     def _loaded(self) -> Adapter:
         assert self._adapter is not None, "prepare comes first"
         return self._adapter
+
+
+def receive_into(
+    target: Mapping[str, Tensor], member: weights.Member, buckets: Sequence[Bucket], beat: Callable[[], None]
+) -> None:
+    """Copies what is received into `target`; `beat` is called for each parameter."""
+    copy = weights.copy_into(target)
+
+    def into(name: str, value: Tensor) -> None:
+        beat()
+        copy(name, value)
+
+    weights.receive(member, buckets, into)
 
 
 def load_format(model: ModelSpec) -> LoadFormat:

@@ -27,7 +27,7 @@ from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest
-from services.rollout.engines.local import ThreadedEngine, copied
+from services.rollout.engines.local import ThreadedEngine, copied, receive_into
 from services.rollout.engines.tokens import TokenSampler
 from services.rollout.engines.vllm import launch
 from services.rollout.engines.vllm_omni.parameters import fill_dummy
@@ -290,7 +290,7 @@ class VllmEngine(ThreadedEngine):
         weights.require_every_weight(target, buckets)
         if self._live is None:
             self._model = None  # The base differs from the disk: the next job loads it again.
-        self._copy(member, buckets, target)
+        receive_into(target, member, buckets, self.pulse.beat)
         self._bind()
 
     def _bind(self) -> None:

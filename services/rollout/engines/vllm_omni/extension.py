@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from flowfleet.models.loading import LoadFormat
 from flowfleet.models.registry import family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
 from flowfleet.weights.lora import copy_adapter
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.local import load_format, receive_into
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.vllm_omni import parameters
 from services.rollout.engines.vllm_omni.adapter import LiveAdapter
@@ -39,7 +39,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def load(self, model: ModelSpec) -> None:
         """Everything but the transformers' modules, which are there: text encoder, VAE, all weights."""
         pipeline = self._pipeline
-        load_format: LoadFormat = "dummy" if model.load_format == "dummy" else "safetensors"
         adapter = (
             family_of(model.path)
             .load()
@@ -48,7 +47,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 dtype=weights.dtype_of(model.dtype),
                 device=pipeline.device,
                 components=("text_encoder", "vae"),
-                load_format=load_format,
+                load_format=load_format(model),
             )
         )
         adapter.limit_tokens(model.max_sequence_length or None)
@@ -93,13 +92,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def receive(self, member: weights.Member, buckets: Sequence[Bucket], beat: Callable[[], None]) -> None:
         """Receives each bucket into the live weights; `beat` is called for each parameter."""
-        copy = weights.copy_into(self._received())
-
-        def into(name: str, value: Tensor) -> None:
-            beat()
-            copy(name, value)
-
-        weights.receive(member, buckets, into)
+        receive_into(self._received(), member, buckets, beat)
         if self._adapter is not None:
             self._bind(self._adapter)
 
