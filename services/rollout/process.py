@@ -56,6 +56,8 @@ async def _serve(
     options: argparse.Namespace, client: redis.asyncio.Redis, engine: RolloutEngine, pool: ThreadPoolExecutor
 ) -> None:
     incarnation = uuid.uuid4().hex
+    # the same after a restart if the port is
+    name = f"{options.host}-{options.port}".replace(":", ".") if options.port else incarnation
     server, health = rpc.make_server(), rpc.HealthState(SERVICE)
     replica = Replica(
         engine,
@@ -63,7 +65,7 @@ async def _serve(
         pool,
         server,
         health,
-        replica_id=options.replica_id or _default_id(options, incarnation),
+        replica_id=options.replica_id or name,
         incarnation=incarnation,
         on_replaced=_end_at_once,
     )
@@ -114,8 +116,3 @@ def _end_at_once() -> None:
     """Ends this process at once. Its unfinished samples are requested again, from its successor."""
     logging.shutdown()
     os._exit(1)
-
-
-def _default_id(options: argparse.Namespace, incarnation: str) -> str:
-    """The same after a restart if the port is."""
-    return f"{options.host}-{options.port}".replace(":", ".") if options.port else incarnation

@@ -136,7 +136,8 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         level = logging.getLogger().level
         for rank in range(1, size):
-            device_name = str(_device_of(device, rank))
+            is_other = devices.is_accelerator(device)
+            device_name = f"{device.type}:{(device.index or 0) + rank}" if is_other else str(device)
             self._start(Settings(rank, size, device_name, self._store.port, timeout_s, max_batch, threads, level))
 
     def meet(self) -> DeviceMesh:
@@ -222,7 +223,3 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
     """Sends rank 0's values to all, or takes them."""
     for tensor in tensors:
         dist.broadcast(tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach(), 0)
-
-
-def _device_of(device: torch.device, rank: int) -> torch.device:
-    return torch.device(device.type, (device.index or 0) + rank) if devices.is_accelerator(device) else device

@@ -117,7 +117,8 @@ class TokenSampler:
             for row, sequence, record in zip(rows, written, records, strict=True)
         )
         groups = dict.fromkeys(row.group for row in rows)
-        first = sum(row.index == min(_indices(request, row.group)) for row in rows)
+        least = {group.group: min(group.indices) for group in request.groups}
+        first = sum(row.index == least[row.group] for row in rows)
         seconds = {"decode": decode[0], "log_probs": log_probs[0]}
         return GeneratedBatch(samples, {group: prompts[group] for group in groups}, {}, seconds, {"encoder": first})
 
@@ -255,7 +256,3 @@ def _experts(layers: Sequence[Sequence[Tensor]]) -> Tensor:
 def _sequence(request: GenerationRequest) -> SequenceSampling:
     assert request.sequence is not None, "checked before"
     return request.sequence
-
-
-def _indices(request: GenerationRequest, number: int) -> tuple[int, ...]:
-    return next(group.indices for group in request.groups if group.group == number)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
 
 from flowfleet.errors import Conflict, Unavailable
 from flowfleet.lru import LruCache
@@ -139,7 +138,11 @@ class WeightState:
     def require_updating(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
         """Raises Conflict unless this very update is under way."""
         if self.phase is not Phase.UPDATING or not self.holds(job_id, version, evaluated=evaluated):
-            self._not_updating(job_id, _named(version, evaluated))
+            now = f"{self.phase.value} {self._held} of job {self.job_id}" if self.job_id else "bound to no job"
+            raise Conflict(
+                f"no update to {_named(version, evaluated)} of job {job_id} is running, this replica is {now}: call "
+                "StartWeightUpdate first"
+            )
 
     def loaded(self) -> None:
         """Notes that the update's weights are all in the live model, still unverified."""
@@ -162,12 +165,6 @@ class WeightState:
     @property
     def _held(self) -> str:
         return _named(self.version, self.evaluated)
-
-    def _not_updating(self, job_id: str, named: str) -> NoReturn:
-        now = f"{self.phase.value} {self._held} of job {self.job_id}" if self.job_id else "bound to no job"
-        raise Conflict(
-            f"no update to {named} of job {job_id} is running, this replica is {now}: call StartWeightUpdate first"
-        )
 
 
 def _named(version: int, evaluated: bool) -> str:

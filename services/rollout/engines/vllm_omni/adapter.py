@@ -41,9 +41,8 @@ class LiveAdapter:
 
     def bind(self) -> None:
         """Puts `published` into the layers."""
-        helper = PEFTHelper.from_dict(
-            {"r": self._spec.rank, "lora_alpha": self._spec.alpha, "target_modules": self._vllm_targets()}
-        )
+        targets = [self._vllm_name(f".{target}.").strip(".") for target in self._spec.target_modules]
+        helper = PEFTHelper.from_dict({"r": self._spec.rank, "lora_alpha": self._spec.alpha, "target_modules": targets})
         self._manager.remove_adapter(ADAPTER.lora_int_id)
         tensors = {self._vllm_name(name): value.clone() for name, value in self.published.items()}
         device = str(self._pipeline.device)
@@ -109,9 +108,6 @@ class LiveAdapter:
         for ours, theirs in self._pipeline.renames.items():
             name = name.replace(theirs, ours)
         return name
-
-    def _vllm_targets(self) -> list[str]:
-        return [self._vllm_name(f".{target}.").strip(".") for target in self._spec.target_modules]
 
 
 def _empty(spec: LoraSpec, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
