@@ -118,7 +118,8 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
             raise ValueError(f"{path} has no {file.name} for the model's {component}: give an adapter of both experts")
         opened: Any = safe_open(str(file), framework="pt")
         keys: list[str] = opened.keys()
-        component_slices = {_published(key, component, files): opened.get_slice(key) for key in keys}
+        names = [key.removeprefix(PREFIXES[files.layout]).replace(".default.", ".") for key in keys]
+        component_slices = {f"{component}.{name}": opened.get_slice(key) for name, key in zip(names, keys, strict=True)}
         config = peft_settings(file, files.layout)
         if not any(".lora_A." in name for name in component_slices):
             raise ValueError(f"{file} holds no factors of LoRA: give an adapter")
@@ -132,11 +133,6 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
 
     shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
     return WarmStart(path, shapes, frozenset(alphas), targets, fill)
-
-
-def _published(key: str, component: str, files: AdapterFiles) -> str:
-    """The published name of a tensor in a file of one transformer."""
-    return f"{component}.{key.removeprefix(PREFIXES[files.layout]).replace('.default.', '.')}"
 
 
 def _alpha(config: Mapping[str, Any], slices: Mapping[str, Any]) -> float:

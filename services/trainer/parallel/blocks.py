@@ -57,7 +57,8 @@ def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"], *, 
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective)
     elif is_compiled:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _nothing)
+        nothing = lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE  # noqa: E731
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, nothing)
     for block in blocks_of(expert):
         block.forward = _checkpointed(block.forward, options)
 
@@ -78,10 +79,6 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
-
-
-def _nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

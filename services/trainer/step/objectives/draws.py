@@ -116,17 +116,12 @@ class ScheduleDraws(Draws):
 
     def _side(self, update: int, k: int) -> tuple[Tensor, int]:
         """Indices of the levels on the round's side, and how many rounds of its pass before it were there."""
-        is_high, (number_of_pass, k) = self._is_high(), divmod(k, self.num_rounds)
-        sides = is_high
-        if self.boundary is not None:
-            sides = is_high[self._shuffled(len(is_high), "sides", update, number_of_pass)]
-        return (is_high == sides[k]).nonzero().flatten(), int((sides[:k] == sides[k]).sum())
-
-    def _is_high(self) -> Tensor:
-        """(N,) As the adapter chooses an expert."""
+        number_of_pass, k = divmod(k, self.num_rounds)
         if self.boundary is None:
-            return torch.ones_like(self.sigmas_of_steps, dtype=torch.bool)
-        return 1000 * self.sigmas_of_steps >= self.boundary * 1000
+            return torch.arange(len(self.sigmas_of_steps)), k
+        is_high = 1000 * self.sigmas_of_steps >= self.boundary * 1000  # as the adapter chooses an expert
+        sides = is_high[self._shuffled(len(is_high), "sides", update, number_of_pass)]
+        return (is_high == sides[k]).nonzero().flatten(), int((sides[:k] == sides[k]).sum())
 
     def _shuffled(self, count: int, purpose: str, *path: int) -> Tensor:
         """(count,) A permutation."""
