@@ -69,7 +69,7 @@ class Rubric(Part):
     def _fits(self) -> Rubric:
         names = [name for kind, name in self.pieces if kind == "slot"]
         for name in names:
-            if not self._is_slot(name):
+            if name not in (*self.slots, SOURCE, *TEXT_SLOTS) and not name.startswith("metadata."):
                 known = [*MEDIA_SLOTS[self.mode], *ANSWER_SLOTS[self.mode], SOURCE, *TEXT_SLOTS, "metadata.NAME"]
                 raise ValueError(f"question: no slot {{{name}}} in a {self.mode} rubric; there are {', '.join(known)}")
         for name in self.slots:
@@ -79,9 +79,6 @@ class Rubric(Part):
         if self.mode == "pairwise" and scale.range != (0.0, 1.0):
             raise ValueError("scale: in pairs its values must go from 0 to 1, as in {A = 1.0, B = 0.0}")
         return self
-
-    def _is_slot(self, name: str) -> bool:
-        return name in (*self.slots, SOURCE, *TEXT_SLOTS) or bool(name.removeprefix("metadata.") != name)
 
     @property
     def judges_text(self) -> bool:

@@ -120,7 +120,8 @@ class Scale:
         if answer.truncated and (take == "last" or (match and self._is_cut(text, match))):
             raise ValueError(f"the answer {answer.shown} ends before it is complete: raise max_tokens of the rubric")
         if match is None:
-            reading = self._by_tokens(answer.tokens, _first_word(answer.tokens))
+            first = next((place for place, token in enumerate(answer.tokens) if _clean(token.text)), None)
+            reading = self._by_tokens(answer.tokens, first)
             if reading is None or reading.mass is None or reading.mass < min_mass:
                 raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
             return reading
@@ -246,10 +247,6 @@ def _refuses(text: str, answer: re.Match[str] | None, take: Take) -> bool:
     concludes = None if _GOES_ON.match(text, answer.end()) else _ends_before(answer, _CONCLUDES, sentence)
     parts = [(start, sentence), (concludes.start(), end)] if concludes else [(start, end)]
     return any(_REFUSED.search(text, *part) for part in parts)
-
-
-def _first_word(tokens: Sequence[Token]) -> int | None:
-    return next((place for place, token in enumerate(tokens) if _clean(token.text)), None)
 
 
 def _token_at(tokens: Sequence[Token], place: int) -> int | None:
