@@ -28,6 +28,7 @@ from flowfleet.rewards.gradients import PixelInput, Pixels
 from flowfleet.rewards.requests import EncodedSample
 
 Params = TypeVar("Params")
+Number = TypeVar("Number", int, float)
 
 
 NO_FRAMES: Final[Frames] = np.empty((0, 1, 1, 3), np.uint8)
@@ -307,6 +308,17 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def number(read: Callable[[str], Number], fits: Callable[[Number], bool], hint: str) -> Callable[[str], Number]:
+    """Reader of a number by `int` or `float`; one that does not fit raises ValueError with the hint."""
+
+    def checked(text: str) -> Number:
+        if not fits(value := read(text)):
+            raise ValueError(hint)
+        return value
+
+    return checked
 
 
 def boolean(text: str) -> bool:

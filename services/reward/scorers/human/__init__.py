@@ -28,7 +28,7 @@ from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_V
 from flowfleet.rewards.requests import EncodedSample
 from services.reward import bradley_terry
 from services.reward.execution.groups import by_group
-from services.reward.scorer import AsyncScorer, Outcome, Pending, Problem, Score, ScorerSettings, read_params
+from services.reward.scorer import AsyncScorer, Outcome, Pending, Problem, Score, ScorerSettings, number, read_params
 
 MAX_VOTES_PER_SAMPLE = 1000.0
 
@@ -72,7 +72,9 @@ class HumanScorer(AsyncScorer[HumanParams]):
         await self._client.aclose()
 
     def parse(self, params: Mapping[str, str]) -> HumanParams:
-        return HumanParams(**read_params(params, {"votes_per_sample": _votes_per_sample}))
+        hint = f"say more than 0 and at most {MAX_VOTES_PER_SAMPLE:g}"
+        votes = number(float, lambda it: 0.0 < it <= MAX_VOTES_PER_SAMPLE, hint)
+        return HumanParams(**read_params(params, {"votes_per_sample": votes}))
 
     async def score(self, samples: Sequence[EncodedSample], params: HumanParams) -> list[Outcome]:
         """Scores of the groups with enough votes; the others are pending."""
@@ -139,13 +141,6 @@ def _place(sample_id: str) -> tuple[str, int, int, int] | None:
         return None
     step, group, index = map(int, numbers)
     return job, step, group, index
-
-
-def _votes_per_sample(text: str) -> float:
-    number = float(text)
-    if not 0.0 < number <= MAX_VOTES_PER_SAMPLE:
-        raise ValueError(f"say more than 0 and at most {MAX_VOTES_PER_SAMPLE:g}")
-    return number
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HumanScorer:

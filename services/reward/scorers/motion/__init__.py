@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flowfleet.media.files import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
-from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, read_params
+from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, number, read_params
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word to the unit vector, x to the right and y down."""
@@ -58,7 +58,8 @@ class MotionScorer(Scorer[MotionParams]):
     components = ("dx", "dy", "presence")
 
     def parse(self, params: Mapping[str, str]) -> MotionParams:
-        return MotionParams(**read_params(params, {"reach": _reach}))
+        hint = "say a fraction of the frame, above 0 and at most 1"
+        return MotionParams(**read_params(params, {"reach": number(float, lambda it: 0.0 < it <= 1.0, hint)}))
 
     def score(self, samples: Sequence[Sample], params: MotionParams) -> list[Outcome]:
         return [_judge(sample, params) for sample in samples]
@@ -122,9 +123,3 @@ def _ground(frames: Frames) -> NDArray[np.float64]:
     rim = [frames[:, 0], frames[:, -1], frames[:, :, 0], frames[:, :, -1]]
     ground: NDArray[np.float64] = np.median(np.concatenate([side.reshape(-1, 3) for side in rim]), axis=0) / 255
     return ground
-
-
-def _reach(text: str) -> float:
-    if not 0.0 < (reach := float(text)) <= 1.0:
-        raise ValueError("say a fraction of the frame, above 0 and at most 1")
-    return reach

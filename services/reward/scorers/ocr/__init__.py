@@ -28,6 +28,7 @@ from services.reward.scorer import (
     Scorer,
     boolean,
     mean_score,
+    number,
     one_of,
     read_params,
 )
@@ -93,8 +94,12 @@ class OcrScorer(Scorer[OcrParams]):
             "crop": _crop,
             "alphanumeric": boolean,
             "score": one_of("edit", "soft"),
-            "min_width": _min_width,
-            "detection_size": _detection_size,
+            "min_width": number(
+                int, lambda it: WIDTH_STEP <= it <= MAX_LINE_WIDTH, f"say {WIDTH_STEP} … {MAX_LINE_WIDTH} columns"
+            ),
+            "detection_size": number(
+                int, lambda it: SIDE_STEP <= it <= MAX_DETECTION_SIZE, f"say {SIDE_STEP} … {MAX_DETECTION_SIZE} pixels"
+            ),
         }
         return OcrParams(**read_params(params, readers))
 
@@ -192,15 +197,3 @@ def _crop(text: str) -> Box:
         if 0.0 <= left < right <= 1.0 and 0.0 <= top < bottom <= 1.0:
             return left, top, right, bottom
     raise ValueError("say left,top,right,bottom as fractions of the picture, 0 ≤ left < right ≤ 1 and so on")
-
-
-def _min_width(text: str) -> int:
-    if not WIDTH_STEP <= (width := int(text)) <= MAX_LINE_WIDTH:
-        raise ValueError(f"say {WIDTH_STEP} … {MAX_LINE_WIDTH} columns")
-    return width
-
-
-def _detection_size(text: str) -> int:
-    if not SIDE_STEP <= (size := int(text)) <= MAX_DETECTION_SIZE:
-        raise ValueError(f"say {SIDE_STEP} … {MAX_DETECTION_SIZE} pixels")
-    return size
