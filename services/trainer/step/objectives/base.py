@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, Protocol
@@ -69,6 +69,8 @@ class RatioObjective(ABC):
         self._part, self._loss = self._spec.algorithm.of(RatioSettings), self._spec.loss.load()
         self._batches: list[list[Any]] = []
         self._num_passes = 0
+        self._known: dict[tuple[str, int], Tensor] = {}
+        """By name and row what is known before the step's first optimizer update: later passes form other batches."""
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
         """See `Objective`: what the reference says, and old log-probs where an update's first forward does not give
@@ -90,6 +92,13 @@ class RatioObjective(ABC):
                 self._add_old(late)
                 self._engine.reshard()
                 devices.synchronize(self._engine.ranks.device)
+
+    def _keep(self, name: str, batch: Batch, parts: Iterable[Tensor]) -> None:
+        self._known |= {(name, row): part for row, part in zip(batch.rows, parts, strict=True)}
+
+    def _kept(self, name: str, batch: Batch) -> list[Tensor] | None:
+        """The part of each row; None where it was not computed."""
+        return [self._known[name, row] for row in batch.rows] if (name, batch.rows[0]) in self._known else None
 
     @abstractmethod
     def _add_references(self, batches: Sequence[Any]) -> None:

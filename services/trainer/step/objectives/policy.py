@@ -18,26 +18,10 @@ from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
 from flowfleet.algorithms.sde import StepResult
 from flowfleet.algorithms.step_weights import step_weights
-from services.trainer.step.inputs import Batch, StepsBatch
+from services.trainer.step.inputs import StepsBatch
 from services.trainer.step.objectives.base import Forward, RatioObjective, StepInputs, stored_step
 
 _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
-
-
-class _Known:
-    """Values computed before the step's first optimizer update, by sample: later passes form other batches."""
-
-    def __init__(self) -> None:
-        self._rows: dict[_Name, dict[int, Tensor]] = {}
-
-    def add(self, name: _Name, batch: Batch, values: Tensor) -> None:
-        """`values`: (W, B, ...)."""
-        self._rows.setdefault(name, {}).update(zip(batch.rows, values.unbind(1), strict=True))
-
-    def of(self, name: _Name, batch: Batch, k: int) -> Tensor | None:
-        """(B, ...) of the k-th noisy step; None where it was not computed."""
-        rows = self._rows.get(name, {})
-        return torch.stack([rows[row][k] for row in batch.rows]) if batch.rows[0] in rows else None
 
 
 class PolicyObjective(RatioObjective):
@@ -51,7 +35,6 @@ class PolicyObjective(RatioObjective):
         self._weights = step_weights(spec, engine.schedule)
         self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
         inputs.totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
-        self._known = _Known()
 
     @property
     def num_rounds(self) -> int:
@@ -66,17 +49,26 @@ class PolicyObjective(RatioObjective):
             for k, component in enumerate(components)
         ]
 
+    def _add(self, name: _Name, batch: StepsBatch, values: Tensor) -> None:
+        """`values`: (W, B, ...)."""
+        self._keep(name, batch, values.unbind(1))
+
+    def _of(self, name: _Name, batch: StepsBatch, k: int) -> Tensor | None:
+        """(B, ...) of the k-th noisy step; None where it was not computed."""
+        kept = self._kept(name, batch)
+        return None if kept is None else torch.stack([values[k] for values in kept])
+
     def _add_references(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
-            self._known.add("reference_mean", batch, torch.stack([result.mean for result in self._forwards(batch)]))
+            self._add("reference_mean", batch, torch.stack([result.mean for result in self._forwards(batch)]))
 
     def _add_old(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
             results = self._forwards(batch)
             log_probs = torch.stack([result.log_prob for result in results])
-            self._known.add("old_log_prob", batch, log_probs)
+            self._add("old_log_prob", batch, log_probs)
             if self._spec.loss.needs_old_mean:
-                self._known.add("old_mean", batch, torch.stack([result.mean for result in results]))
+                self._add("old_mean", batch, torch.stack([result.mean for result in results]))
             self._totals.add_gap(batch, slice(None), log_probs)
         if self._part.correction.needs_all_rows:
             self._add_weights(batches)
@@ -84,24 +76,24 @@ class PolicyObjective(RatioObjective):
     def _add_weights(self, batches: Sequence[StepsBatch]) -> None:
         """Corrections that look at more than one row."""
         for batch in batches:
-            old = torch.stack([cast(Tensor, self._known.of("old_log_prob", batch, k)) for k in range(self.num_rounds)])
+            old = torch.stack([cast(Tensor, self._of("old_log_prob", batch, k)) for k in range(self.num_rounds)])
             correction = correct(self._part.correction, old, batch.rollout_log_probs, bypass=False)
             assert correction.weights is not None
-            self._known.add("weights", batch, correction.weights)
-            self._known.add("log_ratio", batch, correction.log_ratio)
-            self._known.add("outside", batch, correction.outside)
+            self._add("weights", batch, correction.weights)
+            self._add("log_ratio", batch, correction.log_ratio)
+            self._add("outside", batch, correction.outside)
 
     def _losses(self, batch: StepsBatch, k: int, *, is_first: bool) -> Tensor:
         """(B,) with gradient. `is_first`: the weights are those before the step."""
         result = stored_step(self._engine, batch, k, self._steps[k])
-        if is_first and self._known.of("old_log_prob", batch, k) is None:
+        if is_first and self._of("old_log_prob", batch, k) is None:
             self._totals.add_gap(batch, k, result.log_prob)
         rows = self._rows(batch, k, result)
         output = self._loss(rows, self._limits)
         self._totals.add_ratios(batch, output.stats)
         self._totals.add_changes(batch, result.log_prob.detach() - rows.old_log_prob)
         loss: Tensor = output.loss * self._weights[self._steps[k]]
-        reference_mean = self._known.of("reference_mean", batch, k)
+        reference_mean = self._of("reference_mean", batch, k)
         if reference_mean is None:
             return loss
         kl = reference_kl(result.mean, reference_mean, result.std)
@@ -112,7 +104,7 @@ class PolicyObjective(RatioObjective):
         """Collects the values that the loss may read. The old log-prob is the rollout's with `old_log_probs =
         "rollout"`, else the one that was computed before, else the current policy's."""
         bypass = self._part.old_log_probs == "rollout"
-        old, old_mean = self._known.of("old_log_prob", batch, k), self._known.of("old_mean", batch, k)
+        old, old_mean = self._of("old_log_prob", batch, k), self._of("old_mean", batch, k)
         current = result.log_prob.detach() if old is None else old
         correction = self._correction(batch, k, current, bypass=bypass)
         step = self._steps[k]
@@ -135,7 +127,7 @@ class PolicyObjective(RatioObjective):
             return None
         if part.needs_all_rows:
             names: tuple[_Name, ...] = ("weights", "log_ratio", "outside")
-            correction = Correction(*(cast(Tensor, self._known.of(name, batch, k)) for name in names))
+            correction = Correction(*(cast(Tensor, self._of(name, batch, k)) for name in names))
         else:
             rollout = batch.rollout_log_probs[k]
             correction = correct(part, log_prob, rollout, bypass=bypass)

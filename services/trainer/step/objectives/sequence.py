@@ -41,8 +41,6 @@ class SequenceObjective(RatioObjective):
         totals.limits = self._limits if spec.loss.by_sequence else None
         self._mean_lengths: list[float] = []
         """Trained tokens per sequence of each update, over all ranks."""
-        self._known: dict[tuple[_Name, int], Tensor] = {}
-        """Log-probs of a row's trained tokens, computed before the step's first optimizer update."""
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
         super().prepare(batches, timings)
@@ -50,12 +48,12 @@ class SequenceObjective(RatioObjective):
 
     def _add_references(self, batches: Sequence[SequenceBatch]) -> None:
         for batch in batches:
-            self._add("reference", batch, self._log_probs(batch))
+            self._keep("reference", batch, batch.split(self._log_probs(batch)))
 
     def _add_old(self, batches: Sequence[SequenceBatch]) -> None:
         for batch in batches:
             log_probs = self._log_probs(batch)
-            self._add("old", batch, log_probs)
+            self._keep("old", batch, batch.split(log_probs))
             self._totals.add_gap(batch, 0, batch.means(log_probs))
 
     def forwards(self, update: int) -> list[Forward]:
@@ -74,14 +72,10 @@ class SequenceObjective(RatioObjective):
         ]
         return [tokens / rows for tokens, rows in self._engine.ranks.sum(torch.tensor(mine).double()).tolist()]
 
-    def _add(self, name: _Name, batch: SequenceBatch, values: Tensor) -> None:
-        self._known |= {(name, row): part for row, part in zip(batch.rows, batch.split(values), strict=True)}
-
     def _of(self, name: _Name, batch: SequenceBatch) -> Tensor | None:
-        """(N,); None where it was not computed."""
-        if (name, batch.rows[0]) not in self._known:
-            return None
-        return torch.cat([self._known[name, row] for row in batch.rows])
+        """(N,) log-probs of the trained tokens; None where they were not computed."""
+        kept = self._kept(name, batch)
+        return None if kept is None else torch.cat(kept)
 
     def _log_probs(self, batch: SequenceBatch) -> Tensor:
         """(N,) of the active policy's trained tokens."""
