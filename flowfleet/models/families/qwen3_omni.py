@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
-from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
+from flowfleet.models.sequences.adapter import MediaAdapter, Tokens
+from flowfleet.models.sequences.prompts import EncodedPrompt
 from flowfleet.models.sequences.question_media import QuestionProcessor
 
 _FEATURES: Final = "input_features"
@@ -21,12 +21,11 @@ _SECONDS: Final = "video_second_per_grid"
 """Only positions depend on it."""
 
 
-class Qwen3OmniThinkerAdapter(SequenceAdapter):
+class Qwen3OmniThinkerAdapter(MediaAdapter):
     """A Thinker, or the Thinker of a whole Qwen3-Omni. The default adapter leaves the experts and the encoders of
     pictures and sounds as they are."""
 
     model_class = Qwen3OmniMoeThinkerForConditionalGeneration
-    lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def __init__(self, model: Any, processor: Any, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(model, processor, dtype=dtype, device=device)
@@ -45,12 +44,6 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
         """A written one would have no picture, sound or film."""
         config = self.transformer.config
         return frozenset((config.image_token_id, config.audio_token_id, config.video_token_id))
-
-    def encode(self, prompt: str, media: Sequence[PromptMedia] = ()) -> EncodedPrompt:
-        if self.processor is None:
-            raise ValueError("prompts need the tokenizer: load the adapter with the component text_encoder")
-        encoded: EncodedPrompt = self.processor.encode(prompt, media)
-        return encoded
 
     def model_inputs(self, sequences: Sequence[Tokens]) -> dict[str, Any]:
         """Positions are (4, 1, N): in the text, which separate the sequences, then in time, height and width."""

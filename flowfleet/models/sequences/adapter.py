@@ -209,6 +209,18 @@ class SequenceAdapter(ABC):
         return getattr(self.processor, "tokenizer", self.processor)
 
 
+class MediaAdapter(SequenceAdapter):
+    """A family whose processor encodes questions with media."""
+
+    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    def encode(self, prompt: str, media: Sequence[PromptMedia] = ()) -> EncodedPrompt:
+        if self.processor is None:
+            raise ValueError("prompts need the tokenizer: load the adapter with the component text_encoder")
+        encoded: EncodedPrompt = self.processor.encode(prompt, media)
+        return encoded
+
+
 def _extend_forward(model: Any, adapter: SequenceAdapter) -> None:
     """Lets the model's own forward, inside which FSDP has gathered its weights, also give log-probs."""
     usual = model.forward

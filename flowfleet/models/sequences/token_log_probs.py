@@ -23,7 +23,7 @@ def token_log_probs(hidden: Tensor, head: nn.Module, token_ids: Tensor, temperat
         token_ids: (N,) int64.
         temperature: above 0.
     """
-    size = max(1, CHUNK_ELEMENTS // _vocabulary(head))
+    size = max(1, CHUNK_ELEMENTS // (int(getattr(head, "out_features", 0)) or 2**17))
     parts = []
     for start in range(0, len(token_ids), size):
         rows, targets = hidden[start : start + size], token_ids[start : start + size]
@@ -40,7 +40,3 @@ def _chunk(hidden: Tensor, head: nn.Module, token_ids: Tensor, temperature: floa
         logits = logits / temperature
     chosen = logits.gather(-1, token_ids[:, None])[:, 0]
     return chosen - logits.logsumexp(-1)
-
-
-def _vocabulary(head: nn.Module) -> int:
-    return int(getattr(head, "out_features", 0)) or 2**17

@@ -20,7 +20,7 @@ from flowfleet.models.families.bagel.checkpoint import load_transformer, read_co
 from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.families.bagel.transformer import Bagel, BagelConfig
 from flowfleet.models.loading import LoadFormat
-from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import MODEL, MediaAdapter, Tokens
 from flowfleet.models.sequences.prompts import EncodedPrompt, PromptMedia
 from flowfleet.models.weight_files import BAGEL
 
@@ -96,12 +96,11 @@ def _resized(picture: Image.Image, most: int, least: int, stride: int) -> Image.
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
 
 
-class BagelWriter(SequenceAdapter):
+class BagelWriter(MediaAdapter):
     """See the module. The default adapter leaves the encoder of pictures as it is."""
 
     model_class: ClassVar[Any] = Bagel
     layout = BAGEL
-    lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def __init__(self, model: Any, processor: Any, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(model, processor, dtype=dtype, device=device)
@@ -135,12 +134,6 @@ class BagelWriter(SequenceAdapter):
     def undrawn_ids(self) -> frozenset[int]:
         """A written one would have no picture."""
         return frozenset((self._special.patch, *self._special.picture))
-
-    def encode(self, prompt: str, media: Sequence[PromptMedia] = ()) -> EncodedPrompt:
-        if self.processor is None:
-            raise ValueError("prompts need the tokenizer: load the adapter with the component text_encoder")
-        encoded: EncodedPrompt = self.processor.encode(prompt, media)
-        return encoded
 
     def model_inputs(self, sequences: Sequence[Tokens]) -> dict[str, Any]:
         inputs: dict[str, Any] = super().model_inputs(sequences)
