@@ -102,13 +102,18 @@ def read_scalar(folder: Path, setting: str, name: str) -> float:
 
 def _sampled(file: Path) -> bytes:
     header, start = _header(file)
-    size = file.stat().st_size
+    return json.dumps(header, sort_keys=True).encode() + blocks(file, start)
+
+
+def blocks(file: Path, start: int = 0) -> bytes:
+    """Evenly spaced blocks of a file from `start` on, one after the other."""
+    found = b""
     with file.open("rb") as stream:
-        parts = [json.dumps(header, sort_keys=True).encode()]
-        for offset in np.linspace(start, max(start, size - _BLOCK_BYTES), _BLOCKS).astype(np.int64):
+        last = max(start, file.stat().st_size - _BLOCK_BYTES)
+        for offset in np.linspace(start, last, _BLOCKS).astype(np.int64):
             stream.seek(int(offset))
-            parts.append(stream.read(_BLOCK_BYTES))
-    return b"".join(parts)
+            found += stream.read(_BLOCK_BYTES)
+    return found
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from flowfleet.extras import pip_install
-from services.reward.networks.checkpoints import DIGITS
+from services.reward.networks.checkpoints import DIGITS, blocks
 from services.reward.scorer import Outcome, Problem, Score, mean_score
-
-_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
 def library(module: str, scorer: str) -> Any:
@@ -41,10 +39,5 @@ def fingerprint_files(folder: Path) -> str:
     """Digits that change with the files: of each its name, size and 64 evenly spaced blocks."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(folder)} {size} ".encode())
-        with file.open("rb") as stream:
-            for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _BLOCKS).astype(np.int64):
-                stream.seek(int(offset))
-                digest.update(stream.read(_BLOCK_BYTES))
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode() + blocks(file))
     return digest.hexdigest()[:DIGITS]
