@@ -101,7 +101,7 @@ def rpc_parser(description: str) -> argparse.ArgumentParser:
 
 
 def serving(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of `rpc_parser` say to `rpc.serve`."""
+    """Gives `rpc.serve` what the flags of `rpc_parser` say."""
     return {name: getattr(options, name) for name in ("host", "port", "port_file", "health_port")}
 
 
