@@ -89,18 +89,14 @@ class Generation:
         self.metrics.encoded(self.wire.job_id, batch.prompts)
         self.metrics.peak_memory(devices.peak_memory_bytes(self.engine.device))
         self._count(len(samples), published=True)
+        is_streamed = self.wire.purpose == PURPOSE_TRAIN  # its id says enough
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})
-            self._finished.put_nowait(GenerateEvent(sample=self._told(sample)))
+            self._finished.put_nowait(GenerateEvent(sample=Sample(id=sample.id) if is_streamed else sample))
         for failed, problem in ((sample, problem) for sample, problem in problems if problem):
             place = SampleId(job_id=self.wire.job_id, step=self.wire.step, group=failed.group, index=failed.index)
             log.warning("sample %d/%d failed: %s", failed.group, failed.index, problem, extra=self._context)
             self._finished.put_nowait(GenerateEvent(sample=Sample(id=place), failure=problem))
-
-    def _told(self, sample: Sample) -> Sample:
-        """The sample as its caller gets it: a training sample travels in the job's stream, so that its id says
-        enough."""
-        return Sample(id=sample.id) if sample.purpose == PURPOSE_TRAIN else sample
 
     def _must_stop(self) -> bool:
         """Asked from the engine's thread before every denoising step."""

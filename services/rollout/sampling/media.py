@@ -68,7 +68,7 @@ class MediaReader:
 
     async def _read(self, media: common_pb2.Media, group: int, use: Callable[[Frames], T]) -> T:
         """Returns the result of `use` on all the frames of a file."""
-        return await self._fetch(media, group, partial(_decoded, use=use))
+        return await self._fetch(media, group, lambda data, kind: use(decode_media(data, kind, LIMITS)))
 
     async def _fetch(self, media: common_pb2.Media, group: int, decode: Callable[[bytes, str], T]) -> T:
         async with self._reads:
@@ -80,10 +80,6 @@ class MediaReader:
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
             except ValueError as error:
                 raise DataLoss(f"group {group}: {media.blob.uri}: {error}") from None
-
-
-def _decoded(data: bytes, media_type: str, use: Callable[[Frames], T]) -> T:
-    return use(decode_media(data, media_type, LIMITS))
 
 
 def _part(data: bytes, media_type: str) -> PromptMedia:

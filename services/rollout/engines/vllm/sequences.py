@@ -58,13 +58,11 @@ class Running:
     def _batch(self, adapter: SequenceAdapter, group: PromptGroup, outputs: Sequence[Any]) -> GeneratedBatch:
         prompt, (seconds, self.seconds) = self.prompts[group.group], (self.seconds, 0.0)
         samples = tuple(
-            self._sample(adapter, group, position, output.outputs[0], output) for position, output in enumerate(outputs)
+            self._sample(adapter, group, position, output.outputs[0]) for position, output in enumerate(outputs)
         )
         return GeneratedBatch(samples, {group.group: prompt}, {}, {"decode": seconds}, {"encoder": 1})
 
-    def _sample(
-        self, adapter: SequenceAdapter, group: PromptGroup, position: int, written: Any, output: Any
-    ) -> GeneratedSample:
+    def _sample(self, adapter: SequenceAdapter, group: PromptGroup, position: int, written: Any) -> GeneratedSample:
         settings = settings_of(self.request)
         token_ids = torch.tensor(list(written.token_ids), dtype=torch.int64)
         reason: StopReason = "stop" if written.finish_reason == "stop" else "length"

@@ -141,7 +141,7 @@ class GradientClient:
                 if error.code() not in _ANOTHER_MAY:
                     break
                 continue
-            return _answers(reward, samples, response)
+            return _answers(samples, response)
         assert failure is not None
         raise failure
 
@@ -160,9 +160,7 @@ def _failure(
     return kind(message, reward.name)
 
 
-def _answers(
-    reward: GradientReward, samples: Sequence[PixelInput], response: reward_pb2.ScoreWithGradientResponse
-) -> dict[str, Scored | str]:
+def _answers(samples: Sequence[PixelInput], response: reward_pb2.ScoreWithGradientResponse) -> dict[str, Scored | str]:
     given = {score.sample_id: score for score in response.scores}
     answers: dict[str, Scored | str] = {}
     for sample in samples:
