@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 
@@ -15,6 +15,7 @@ class Grouped(Protocol):
 
 Item = TypeVar("Item", bound=Grouped)
 Result = TypeVar("Result")
+Alike = TypeVar("Alike")
 
 
 def units(samples: Sequence[Item], whole_groups: bool) -> list[Sequence[Item]]:
@@ -34,6 +35,14 @@ async def by_group(
     found = await asyncio.gather(*(score([samples[place] for place in places]) for places in groups.values()))
     results = dict(zip(itertools.chain(*groups.values()), itertools.chain(*found), strict=True))
     return [results[place] for place in range(len(samples))]
+
+
+def alike(items: Sequence[Alike], key: Callable[[Alike], Hashable], most: int) -> Iterator[list[int]]:
+    """Places of items with equal keys, at most `most` at a time."""
+    places: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(key(item), []).append(place)
+    return (some[start : start + most] for some in places.values() for start in range(0, len(some), most))
 
 
 def bounds(batch: Sequence[Sequence[object]]) -> Iterator[tuple[int, int]]:

@@ -105,6 +105,18 @@ def _within_one(cosine: float) -> float:
     return cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
 
 
+class _CosineScorer(_ClipScorer[Settings]):
+    """The cosine times a factor. Components: `cosine`, `tokens_cut`."""
+
+    components = ("cosine", "tokens_cut")
+
+    def _scale(self, factor: float) -> None:
+        self._factor, self.score_range = factor, (-factor, factor)
+
+    def _judge(self, cosine: float, tokens_cut: int) -> Score:
+        return Score(self._factor * cosine, {"cosine": cosine, "tokens_cut": float(tokens_cut)})
+
+
 class ClipSettings(ModelSettings):
     """Settings of `clip`."""
 
@@ -112,19 +124,14 @@ class ClipSettings(ModelSettings):
     """Factor of the cosine."""
 
 
-class ClipScore(_ClipScorer[ClipSettings]):
-    """Components: `cosine`, `tokens_cut`."""
+class ClipScore(_CosineScorer[ClipSettings]):
+    """See `_CosineScorer`."""
 
     name = "clip"
-    components = ("cosine", "tokens_cut")
 
     def __init__(self, settings: ClipSettings, num_threads: int) -> None:
         super().__init__(settings, num_threads)
-        self._scale = settings.scale
-        self.score_range = (-settings.scale, settings.scale)
-
-    def _judge(self, cosine: float, tokens_cut: int) -> Score:
-        return Score(self._scale * cosine, {"cosine": cosine, "tokens_cut": float(tokens_cut)})
+        self._scale(settings.scale)
 
 
 class PickScoreSettings(ModelSettings):
@@ -134,19 +141,14 @@ class PickScoreSettings(ModelSettings):
     """Divisor: 26 as in flow_grpo (scores about 0.65 … 0.95), 1 as its authors."""
 
 
-class PickScore(_ClipScorer[PickScoreSettings]):
-    """Components: `cosine`, `tokens_cut`."""
+class PickScore(_CosineScorer[PickScoreSettings]):
+    """See `_CosineScorer`."""
 
     name = "pickscore"
-    components = ("cosine", "tokens_cut")
 
     def __init__(self, settings: PickScoreSettings, num_threads: int) -> None:
         super().__init__(settings, num_threads)
-        self._factor = math.exp(read_scalar(settings.model, "model", "logit_scale")) / settings.divide_by
-        self.score_range = (-self._factor, self._factor)
-
-    def _judge(self, cosine: float, tokens_cut: int) -> Score:
-        return Score(self._factor * cosine, {"cosine": cosine, "tokens_cut": float(tokens_cut)})
+        self._scale(math.exp(read_scalar(settings.model, "model", "logit_scale")) / settings.divide_by)
 
 
 class HpsSettings(ModelSettings):

@@ -20,9 +20,9 @@ from PIL import Image
 from transformers.models.auto.modeling_auto import MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES
 
 from flowfleet.hardware import devices
+from services.reward.execution.groups import alike
 from services.reward.networks.torch_models import (
     ModelSettings,
-    batches,
     image_processor,
     load_model,
     load_tokenizer,
@@ -67,18 +67,14 @@ class Detector(ABC):
     @torch.inference_mode()
     def detect(self, pictures: Sequence[Image.Image], names: Sequence[Sequence[str]], threshold: float) -> list[Found]:
         """Finds objects of each picture's classes with certainties above the threshold. Clips boxes to the picture."""
-        of_size: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, picture in enumerate(pictures):
-            of_size[picture.size].append(place)
         found: dict[int, Found] = {}
-        for places in of_size.values():
-            for part in batches(places, self._batch_size):
-                with devices.bound(self._device):
-                    results = self._forward(
-                        [pictures[place] for place in part], [names[place] for place in part], threshold
-                    )
-                for place, result in zip(part, results, strict=True):
-                    found[place] = _by_name(result, self._names(names[place]), pictures[place].size)
+        for part in alike(pictures, lambda picture: picture.size, self._batch_size):
+            with devices.bound(self._device):
+                results = self._forward(
+                    [pictures[place] for place in part], [names[place] for place in part], threshold
+                )
+            for place, result in zip(part, results, strict=True):
+                found[place] = _by_name(result, self._names(names[place]), pictures[place].size)
         return [found[place] for place in range(len(pictures))]
 
     def _forward(

@@ -13,7 +13,6 @@ import io
 import os
 import pickle
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +23,9 @@ import torch
 from pydantic import Field
 
 from flowfleet.hardware import devices
+from services.reward.execution.groups import alike
 from services.reward.networks.libraries import fingerprint_files, library, of_samples
-from services.reward.networks.torch_models import ModelScorer, batches, pick_device
+from services.reward.networks.torch_models import ModelScorer, pick_device
 from services.reward.scorer import Outcome, Problem, Sample, Score, ScorerSettings
 
 
@@ -81,15 +81,10 @@ class PyiqaScorer(ModelScorer[PyiqaSettings]):
 
     def _scores(self, pictures: Sequence[np.ndarray[Any, Any]]) -> list[Outcome]:
         """Scores pictures. Those of equal size share forward passes, and fail together."""
-        sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for place, pixels in enumerate(pictures):
-            sizes[pixels.shape].append(place)
-        found: list[Outcome] = [Problem("metric", "not scored")] * len(pictures)
-        for places in sizes.values():
-            for part in batches(places, self._settings.batch_size):
-                for place, outcome in zip(part, self._run([pictures[place] for place in part]), strict=True):
-                    found[place] = outcome
-        return found
+        found: dict[int, Outcome] = {}
+        for part in alike(pictures, lambda pixels: pixels.shape, self._settings.batch_size):
+            found |= zip(part, self._run([pictures[place] for place in part]), strict=True)
+        return [found[place] for place in range(len(pictures))]
 
     @torch.inference_mode()
     def _run(self, pictures: Sequence[np.ndarray[Any, Any]]) -> list[Outcome]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowfleet.rewards.gradients import PixelInput
 from services.reward.execution.evaluator import FAILED
+from services.reward.execution.groups import alike
 from services.reward.scorer import GradientOutcome, Outcome, Problem, ProcessLimits, Sample, Score, ScoreGradient
 from services.reward.scorers.python import Params, PythonFunction, PythonSettings, as_mapping
 
@@ -51,12 +52,8 @@ class DifferentiableFunction(PythonFunction):
     def _by_size(self, samples: Sequence[PixelInput], call: Callable[[Sequence[PixelInput]], list[Any]]) -> list[Any]:
         """Gives `call` at most `batch` pictures of one size at a time. Returns one outcome per sample, in order."""
         outcomes: dict[int, Any] = {}
-        for shape in dict.fromkeys(sample.pixels.shape for sample in samples):
-            alike = [place for place, sample in enumerate(samples) if sample.pixels.shape == shape]
-            for start in range(0, len(alike), self._settings.batch):
-                places = alike[start : start + self._settings.batch]
-                found = self.guarded([samples[place] for place in places], call)
-                outcomes |= zip(places, found, strict=True)
+        for places in alike(samples, lambda sample: sample.pixels.shape, self._settings.batch):
+            outcomes |= zip(places, self.guarded([samples[place] for place in places], call), strict=True)
         return [outcomes[place] for place in range(len(samples))]
 
     def _plain(self, samples: Sequence[PixelInput], params: Mapping[str, str]) -> list[Outcome]:
