@@ -30,12 +30,6 @@ from services.rollout.weights.binding import MAX_TIMEOUT_S
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.state import Phase, WeightState
 
-_STATES = {
-    Phase.IDLE: rollout_pb2.ROLLOUT_STATE_IDLE,
-    Phase.UPDATING: rollout_pb2.ROLLOUT_STATE_UPDATING,
-    Phase.SERVING: rollout_pb2.ROLLOUT_STATE_SERVING,
-}
-
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     """Wires engine, publisher and weight receiver to the calls of rollout.proto."""
@@ -128,7 +122,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             incarnation=self._incarnation,
             model=model,
             pool=pool,
-            state="draining" if state.draining else state.phase.value,
+            state=state.name,
             job_id=state.job_id,
             version=state.version,
             evaluated=state.evaluated,
@@ -144,7 +138,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.RolloutStatus(
             replica_id=self._replica_id,
             incarnation=self._incarnation,
-            state=rollout_pb2.ROLLOUT_STATE_DRAINING if state.draining else _STATES[state.phase],
+            state=rollout_pb2.RolloutState.Value(f"ROLLOUT_STATE_{state.name.upper()}"),
             job_id=state.job_id,
             policy_version=state.version,
             evaluated=state.evaluated,

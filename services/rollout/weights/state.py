@@ -63,6 +63,11 @@ class WeightState:
         """Samples admitted and not finished."""
         self._loaded = False
 
+    @property
+    def name(self) -> str:
+        """Name of the phase, or "draining"."""
+        return "draining" if self.draining else self.phase.value
+
     def admit(
         self, job_id: str, version: int, num_samples: int, *, evaluated: bool = False, digest: str = ""
     ) -> Ticket:
