@@ -100,7 +100,8 @@ class Direct(Generic[Params]):
     async def score(self, samples: Sequence[EncodedSample], params: Params, num_bytes: int) -> list[Outcome]:
         """Scores as `Batched.score` does. Cancelling it cancels the scorer's call."""
         with self._admitted(len(samples), num_bytes), self._metrics.in_flight(len(samples)):
-            opened = await asyncio.to_thread(self._open, samples)
+            modalities = self.scorer.modalities
+            opened = await asyncio.to_thread(lambda: [open_sample(sample, modalities) for sample in samples])
             sound = [item.sample for item in opened if isinstance(item, Opened)]
             start = time.perf_counter()
             scored = iter(await self._ask(sound, params) if sound else [])
@@ -119,9 +120,6 @@ class Direct(Generic[Params]):
         if len(outcomes) != len(samples):
             raise RuntimeError(f"scorer {self.scorer.name} gave {len(outcomes)} outcomes for {len(samples)} samples")
         return outcomes
-
-    def _open(self, samples: Sequence[EncodedSample]) -> list[Any]:
-        return [open_sample(sample, self.scorer.modalities) for sample in samples]
 
     @contextmanager
     def _admitted(self, num_samples: int, num_bytes: int) -> Iterator[None]:

@@ -86,7 +86,7 @@ def _hint_for(body: bytes) -> str:
     return "settings.rubric and settings.extra make the request"
 
 
-def of_transport(url: str, settings: JudgeSettings, error: aiohttp.ClientError) -> CallFailed:
+def of_transport(url: str, error: aiohttp.ClientError) -> CallFailed:
     """Returns the failure of a call whose connection failed before a whole answer arrived."""
     cause = tls_complaint(error)
     if cause is not None:

@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -156,7 +156,12 @@ class Checkpoints:
                     break
                 misfits[path] = reason
         if chosen is None and misfits and not from_start:
-            raise DataLoss(self._none_will_do(misfits))
+            told = "; ".join(f"{path.name}: {reason}" for path, reason in misfits.items())
+            raise DataLoss(
+                f"no checkpoint goes with the ledger ({told}). Redis and {self.directory} are of two times: put a "
+                "matching copy of one of them back, then resume the job; or cancel it and begin a new one from its "
+                "newest checkpoint"
+            )
         for path, reason in misfits.items():
             set_aside(path, reason)
         return chosen
@@ -271,13 +276,6 @@ class Checkpoints:
                 shutil.rmtree(old.path, ignore_errors=True)
         if self._free() < needed:
             raise Full(self._no_room(needed))
-
-    def _none_will_do(self, misfits: Mapping[Path, str]) -> str:
-        told = "; ".join(f"{path.name}: {reason}" for path, reason in misfits.items())
-        return (
-            f"no checkpoint goes with the ledger ({told}). Redis and {self.directory} are of two times: put a matching "
-            "copy of one of them back, then resume the job; or cancel it and begin a new one from its newest checkpoint"
-        )
 
     def _no_room(self, needed: int) -> str:
         return (

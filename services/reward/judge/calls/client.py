@@ -71,12 +71,9 @@ class JudgeClient:
             async with asyncio.timeout(self._settings.deadline_s):
                 return await self._ask(request, failures)
         except TimeoutError:
-            raise self._past_deadline(failures) from None
-
-    def _past_deadline(self, failures: list[CallFailed]) -> CallFailed:
-        last = f"; last: {failures[-1]}" if failures else ""
-        message = f"no answer of {', '.join(self._settings.urls)} within settings.deadline_s = "
-        return CallFailed("timeout", f"{message}{self._settings.deadline_s:g}{last}", retry=False)
+            last = f"; last: {failures[-1]}" if failures else ""
+            message = f"no answer of {', '.join(self._settings.urls)} within settings.deadline_s = "
+            raise CallFailed("timeout", f"{message}{self._settings.deadline_s:g}{last}", retry=False) from None
 
     async def _ask(self, request: ChatRequest, failures: list[CallFailed]) -> Answer:
         """Tries until it is answered, or a failure is final, or the budget is spent."""
@@ -141,7 +138,7 @@ class JudgeClient:
         try:
             reply = await http_client.post(self._session, f"{url}/chat/completions", request.body)
         except aiohttp.ClientError as error:
-            raise of_transport(url, self._settings, error) from error
+            raise of_transport(url, error) from error
         except TimeoutError:
             raise too_late(url, self._settings) from None
         except http_client.TooLong as error:

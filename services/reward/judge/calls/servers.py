@@ -46,7 +46,12 @@ class Servers:
     """Servers for one event loop."""
 
     def __init__(self, settings: JudgeSettings, metrics: JudgeMetrics) -> None:
-        self._servers = [_server(url, settings) for url in settings.urls]
+        limits = settings.concurrency, settings.max_concurrency, settings.target_latency_s
+        cooling = settings.breaker_failures, settings.breaker_cooldown_s, settings.breaker_max_cooldown_s
+        self._servers = [
+            Server(url, AimdLimiter(*limits, time.monotonic), CircuitBreaker(*cooling, time.monotonic))
+            for url in settings.urls
+        ]
         self._waiting: deque[tuple[asyncio.Future[Place], Server | None]] = deque()
         for server in self._servers:
             metrics.watch(server.url, server.limiter, server.breaker)
@@ -110,13 +115,3 @@ class Servers:
         wait_s = min(server.breaker.wait_s for server in self._servers)
         reasons = "; ".join(dict.fromkeys(server.last_failure for server in self._servers))
         return CallFailed("circuit_open", f"{reasons} (left alone for {wait_s:.1f} s more)", retry=False)
-
-
-def _server(url: str, settings: JudgeSettings) -> Server:
-    return Server(
-        url,
-        AimdLimiter(settings.concurrency, settings.max_concurrency, settings.target_latency_s, time.monotonic),
-        CircuitBreaker(
-            settings.breaker_failures, settings.breaker_cooldown_s, settings.breaker_max_cooldown_s, time.monotonic
-        ),
-    )
