@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from flowfleet.extras import pip_install
 from flowfleet.models.weight_files import TRANSFORMERS, weight_files
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
+from services.rollout.engines.vllm_omni.plugin import set_environment
 
 _CPU_CACHE_BYTES: Final = 2**28
 """Keys and values on a CPU."""
@@ -58,7 +57,11 @@ def start(
     """
     if model.load_format != "dummy":
         weight_files(Path(model.path), TRANSFORMERS)
-    _set_environment(device)
+    set_environment(
+        device.type,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # The worker is this process, so weights change in place.
+        VLLM_USE_V2_MODEL_RUNNER="0",  # `TemperedSampler` is the first runner's.
+    )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -155,14 +158,3 @@ def _length(path: str) -> int:
 
     config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     return min(_CPU_LENGTH, int(config.max_position_embeddings))
-
-
-def _set_environment(device: torch.device) -> None:
-    """Sets the environment variables that vLLM reads when it is imported and started."""
-    os.environ[ASKED] = "1"
-    if device.type == "cpu":
-        os.environ.setdefault(TARGET, "cpu")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # The worker is this process, so weights change in place.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `TemperedSampler` is the first runner's.
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

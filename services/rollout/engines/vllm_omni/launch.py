@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from flowfleet.extras import pip_install
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from services.rollout.engines.vllm import cpu_kernels
 from services.rollout.engines.vllm_omni import slim_imports
-from services.rollout.engines.vllm_omni.plugin import ASKED, TARGET
+from services.rollout.engines.vllm_omni.plugin import set_environment
 
 ATTENTION_BACKEND = "TORCH_SDPA"
 """vLLM-Omni's default needs the flash-attn package."""
@@ -42,7 +41,7 @@ def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backe
         device: the CPU, or the first accelerator that this process sees.
         attention_backend: of vLLM-Omni's, on accelerators.
     """
-    _set_environment(device)
+    set_environment(device.type)
     slim_imports.install()
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
@@ -60,15 +59,6 @@ def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backe
         worker_extension_cls=_EXTENSION,
         **attention,
     )
-
-
-def _set_environment(device: torch.device) -> None:
-    """Sets the environment variables that vLLM reads when it is imported."""
-    os.environ[ASKED] = "1"
-    if device.type == "cpu":
-        os.environ.setdefault(TARGET, "cpu")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def _quieten() -> None:

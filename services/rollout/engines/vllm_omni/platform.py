@@ -11,6 +11,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
+def _always(answer: Any) -> Any:
+    """A class method with this answer, whatever it is asked about."""
+    return classmethod(lambda cls, *_, **__: answer)
+
+
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
 
@@ -22,21 +27,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def get_device_count(cls) -> int:
         return 1
 
-    @classmethod
-    def get_device_version(cls) -> None:
-        return None
-
-    @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        return None
-
-    @classmethod
-    def synchronize(cls) -> None:
-        return None
-
-    @classmethod
-    def empty_cache(cls) -> None:
-        return None
+    get_device_version = set_device = synchronize = empty_cache = reset_peak_memory_stats = _always(None)
+    supports_torch_inductor = supports_cpu_offload = _always(False)
+    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = _always(0)
 
     @classmethod
     def get_free_memory(cls, device: torch.device | None = None) -> int:
@@ -48,14 +41,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return memory.available, memory.total
 
     @classmethod
-    def supports_torch_inductor(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_cpu_offload(cls) -> bool:
-        return False
-
-    @classmethod
     def get_diffusion_attn_backend_cls(
         cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
     ) -> str:
@@ -64,26 +49,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: Any) -> Any:
         return IrOpPriorityConfig.with_default(["native"])
-
-    @classmethod
-    def reset_peak_memory_stats(cls, device: torch.device | None = None) -> None:
-        return None
-
-    @classmethod
-    def max_memory_allocated(cls, device: torch.device | None = None) -> int:
-        return 0
-
-    @classmethod
-    def max_memory_reserved(cls, device: torch.device | None = None) -> int:
-        return 0
-
-    @classmethod
-    def memory_allocated(cls, device: torch.device | None = None) -> int:
-        return 0
-
-    @classmethod
-    def memory_reserved(cls, device: torch.device | None = None) -> int:
-        return 0
 
     @classmethod
     def get_default_stage_config_path(cls) -> str:

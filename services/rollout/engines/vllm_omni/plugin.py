@@ -13,6 +13,15 @@ ASKED = "FLOWFLEET_VLLM_OMNI"
 """Set by our engines, for their process and for those that vLLM-Omni starts there."""
 
 
+def set_environment(kind: str, **more: str) -> None:
+    """Sets the variables that vLLM reads when it is imported, for a kind of device, and `more` of them."""
+    os.environ.update({ASKED: "1", **more})
+    if kind == "cpu":
+        os.environ.setdefault(TARGET, "cpu")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
 def register() -> str | None:
     """The name of our platform's class where our engine asks for the CPU; None elsewhere, so that vLLM-Omni takes its
     own."""
