@@ -70,7 +70,7 @@ class RatioObjective(ABC):
         self._batches: list[list[Any]] = []
         self._num_passes = 0
         self._known: dict[tuple[str, int], Tensor] = {}
-        """By name and row what is known before the step's first optimizer update: later passes form other batches."""
+        """Values before the step's first optimizer update, by name and row: later passes form other batches."""
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
         """See `Objective`: what the reference says, and old log-probs where an update's first forward does not give
