@@ -51,10 +51,7 @@ class Membership:
 
     async def leave(self) -> None:
         """If Redis cannot be reached now, the entry expires by itself."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._stop()
         if self._record is None:
             return
         try:
@@ -95,3 +92,9 @@ class Membership:
         if not is_ours:
             log.error("another process registered as replica %s; this one exits", record().replica_id)
             self._on_replaced()
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
