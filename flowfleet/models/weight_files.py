@@ -100,12 +100,7 @@ def weight_files(folder: Path, layout: Layout = PIPELINE, *, is_part: bool = Fal
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     stemmed = [name for name in found if layout.is_weights(name)]
     index, single = folder / layout.index_file, f"{layout.stem}.safetensors"
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles and not found:  # a pickle may run any code
-        raise ValueError(
-            f"{folder.name} has its weights as a pickle ({pickles[0]}), which is never read here: convert them, as "
-            "save_pretrained(…, safe_serialization=True) of a model that you trust does"
-        )
+    refuse_pickles([folder])
     if not index.is_file():
         if single not in found:
             raise ValueError(f"{folder} has no weights: {_absent(layout, found, stemmed)}")
@@ -130,6 +125,17 @@ def weight_files(folder: Path, layout: Layout = PIPELINE, *, is_part: bool = Fal
     if not _is_own(layout):
         _check_places(folder, held, places)
     return [folder / name for name in names]
+
+
+def refuse_pickles(folders: Iterable[Path]) -> None:
+    """Raises ValueError for a folder whose weights are there as pickles alone: a pickle may run any code."""
+    for folder in folders:
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        if pickles and not any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder.name} has its weights as a pickle ({pickles[0]}), which is never read here: convert them, as "
+                "save_pretrained(…, safe_serialization=True) of a model that you trust does"
+            )
 
 
 def tensors_of(file: Path) -> dict[str, tuple[int, ...]]:
