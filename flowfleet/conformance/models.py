@@ -27,7 +27,7 @@ from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
-from flowfleet.models.trainable import require_adapters, require_trainable
+from flowfleet.models.trainable import adapter_writer, require_adapters, require_trainable
 from flowfleet.models.weight_files import PIPELINE
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import adapter_from_bytes, adapter_to_bytes, install_lora, load_adapter, remove_lora
@@ -232,11 +232,14 @@ def _reloaded(adapter: ModelAdapter, pipeline: Any, family: ModelFamily, size: S
     config = {"r": 2, "lora_alpha": 4, "target_modules": list(adapter.lora_targets)}
     try:
         with tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
-            adapter.pipeline_class.save_lora_weights(
+            adapter_writer(adapter.pipeline_class)(
                 folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config
             )
             find_adapter(Path(folder))
-            pipeline.load_lora_weights(folder)
+            if hasattr(pipeline, "load_lora_weights"):
+                pipeline.load_lora_weights(folder)
+            else:
+                getattr(pipeline, name).load_lora_adapter(folder, prefix="transformer")
         if len(adapter.experts) == 1:
             assert_parity(adapter, pipeline, family, size)
     finally:

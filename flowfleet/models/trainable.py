@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from diffusers.loaders import QwenImageLoraLoaderMixin
 from torch import nn
 
 _SAVED: Final = ("transformer_lora_layers", "transformer_lora_adapter_metadata", "weight_name")
@@ -28,14 +29,19 @@ def require_adapters(transformer_class: Any, pipeline_class: Any = None) -> None
             'trainer.mode = "full"'
         )
     if pipeline_class is not None:
-        save = getattr(pipeline_class, "save_lora_weights", None)
-        known = {} if save is None else inspect.signature(save).parameters
+        known = inspect.signature(adapter_writer(pipeline_class)).parameters
         if missing := [name for name in _SAVED if name not in known]:
-            what = f"takes no {missing[0]}" if known else "is not there"
             raise ValueError(
-                f"{pipeline_class.__name__}.save_lora_weights {what}: derive the pipeline from a LoRA loader mixin of "
-                'diffusers.loaders, such as FluxLoraLoaderMixin, or set trainer.mode = "full"'
+                f"{pipeline_class.__name__}.save_lora_weights takes no {missing[0]}: derive the pipeline from a LoRA "
+                'loader mixin of diffusers.loaders, such as FluxLoraLoaderMixin, or set trainer.mode = "full"'
             )
+
+
+def adapter_writer(pipeline_class: Any) -> Callable[..., None]:
+    """Returns the pipeline's `save_lora_weights`; for one without a LoRA loader another pipeline's, whose file its
+    transformer reads by `load_lora_adapter`."""
+    own: Callable[..., None] | None = getattr(pipeline_class, "save_lora_weights", None)
+    return own or QwenImageLoraLoaderMixin.save_lora_weights
 
 
 def blocks_of(expert: nn.Module) -> list[nn.Module]:

@@ -217,7 +217,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def prompt_embeds(self) -> Global___BlobRef:
-        """safetensors, one blob a group: embeddings, or a sequence's prompt tokens and what its media became"""
+        """safetensors, one blob a group: embeddings, or a sequence's prompt tokens and what its media became; only of PURPOSE_TRAIN"""
 
     @_builtins.property
     def negative_embeds(self) -> Global___BlobRef:

@@ -36,6 +36,7 @@ from flowfleet.filesystem import link_or_copy
 from flowfleet.job.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowfleet.job.model_files import CARD, MANIFEST, Kind, ModelFile, ModelManifest, Weights
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.trainable import adapter_writer
 from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.weights import weights
 from flowfleet.weights.files import sort_metadata
@@ -149,7 +150,7 @@ def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> Non
         if engine.kind.layout.library == "diffusers":
             name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
             with _disk_errors():
-                engine.adapter.pipeline_class.save_lora_weights(
+                adapter_writer(engine.adapter.pipeline_class)(
                     path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config, weight_name=name
                 )
             sort_metadata(path / name)

@@ -78,7 +78,7 @@ def wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QwenImagePipeline, "save_lora_weights", None)
+    monkeypatch.setattr(QwenImagePipeline, "save_lora_weights", classmethod(lambda cls, folder: None))
 
 
 def no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,6 @@ def test_a_trainer_asks_for_the_classes_before_it_trains(tiny_qwen_image: Path) 
         require_trainable({"transformer": Bare()}, lora=True)
     with pytest.raises(ValueError, match=r"Pipeline\.save_lora_weights takes no transformer_lora_layers"):
         require_trainable(adapter.experts, Pipeline, lora=True)
-    with pytest.raises(ValueError, match=r"object\.save_lora_weights is not there"):
-        require_trainable(adapter.experts, object, lora=True)
+    require_trainable(adapter.experts, object, lora=True)  # another pipeline's writes its adapter
     with pytest.raises(ValueError, match="set its class attribute _no_split_modules"):
         require_trainable({"transformer": torch.nn.Linear(2, 2)}, lora=False)
