@@ -27,7 +27,7 @@ def test_settings_are_refused_with_what_to_change(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this scorer takes qwen2_vl"):
         make("hpsv3", settings, 1)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
-    with pytest.raises(ValueError, match=r"install flowfleet\[reward-hpsv3\]"):
+    with pytest.raises(ValueError, match=r"pip install .*\[reward-hpsv3\]"):
         make("hpsv3", settings, 1)
 
 

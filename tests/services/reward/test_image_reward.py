@@ -20,7 +20,7 @@ def test_settings_are_refused_with_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "bert-base-uncased").mkdir()
     for name in ("ImageReward.pt", "med_config.json", "bert-base-uncased/vocab.txt"):
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=r"install flowfleet\[reward-image-reward\]"):
+    with pytest.raises(ValueError, match=r"pip install .*\[reward-image-reward\]"):
         make("image_reward", {"weights": str(tmp_path)}, 1)
 
 
