@@ -221,7 +221,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def negative_embeds(self) -> Global___BlobRef:
-        """safetensors, one blob a job (a group with condition images); absent without guidance"""
+        """safetensors, one blob a job (a group with condition images); absent without guidance, and in validations"""
 
     @_builtins.property
     def media(self) -> Global___BlobRef:

@@ -184,9 +184,20 @@ async def test_validation_has_no_trajectory_and_stays_out_of_the_stream(client: 
         samples = await c.generate(request)
         assert len(samples) == 6
         assert not any(sample.HasField("trajectory") for sample in samples)
+        assert not any(sample.HasField("prompt_embeds") or sample.HasField("negative_embeds") for sample in samples)
+        assert not await c.redis.exists(keys.trajectories("job-v"))
+
+
+async def test_groups_with_the_same_negative_prompt_share_its_embeddings(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-v", 0, model, LORA, seed=1)
+        sampling = rollout_pb2.Sampling(
+            height=32, width=48, num_inference_steps=3, guidance_scale=4.0, negative_prompt=" "
+        )
+        request = make_generate("job-v", 0, sampling=sampling)
+        samples = await c.generate(request)
         assert len({sample.negative_embeds.uri for sample in samples}) == 1
         EmbedsBlob.from_bytes(await c.blobs.get(samples[0].negative_embeds))
-        assert not await c.redis.exists(keys.trajectories("job-v"))
         shared, first = samples[0].negative_embeds, request.groups[0]
         first.negative_prompt = "a blurred photograph"
         own = {sample.id.group: sample.negative_embeds for sample in await c.generate(request)}
