@@ -35,7 +35,7 @@ from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack, StateDir
 from recipes.full_size.make_model import PROMPTS, write_checkpoint
 
-MANY_STEPS = 10_000
+MORE_STEPS = 20
 """More than are measured: the job is cancelled before its last, so that it writes no checkpoint."""
 POLL_S = 0.2
 STEP_LIMIT_S = 900.0
@@ -97,6 +97,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
     if options.tail_steps:
         rollout["tail_steps"] = options.tail_steps
+    steps = options.warm_up + options.steps + MORE_STEPS
     trainer = {
         "mode": options.mode,
         "world_size": options.trainers,
@@ -123,7 +124,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "rewards": {options.reward: {"params": {"region": "page"} if options.reward == "ocr" else {}}},
         "algorithm": {"name": "flow_grpo", "clip_range": 1e-5, "old_log_probs": options.old_log_probs},
         "trainer": trainer,
-        "schedule": {"steps": MANY_STEPS, "save_every": MANY_STEPS, "max_staleness": options.max_staleness},
+        "schedule": {"steps": steps, "save_every": steps, "max_staleness": options.max_staleness},
     }
 
 
