@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flowfleet.rpc.kinds import of_certificate
 from services.controller.platforms.kubernetes.template import parse_template
@@ -17,7 +16,6 @@ from tests.deploy.conftest import (
     API_SERVER,
     CHART,
     FULLNAME,
-    PROFILES,
     Object,
     Rendered,
     container,
@@ -559,20 +557,6 @@ def test_pairs_of_settings_that_cannot_work_are_told() -> None:
         done = helm("template", "fleet", str(CHART), *API_SERVER, "--set-json", setting)
         assert done.returncode != 0, setting
         assert message in done.stderr, f"{setting}: {done.stderr}"
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_profile_renders_without_a_cluster_and_twice_alike(profile: str) -> None:
-    """What could not be looked up is no network, so that the API server says which value to set."""
-    first, second = (helm("template", "fleet", str(CHART), *values_of(profile)).stdout for _ in range(2))
-    assert first == second
-    policies = [doc for doc in yaml.safe_load_all(first) if doc and doc["kind"] == "NetworkPolicy"]
-    (policy,) = (doc for doc in policies if doc["metadata"]["name"] == f"{FULLNAME}-controller")
-    networks = [
-        peer["ipBlock"]["cidr"] for rule in policy["spec"]["egress"] for peer in rule["to"] if "ipBlock" in peer
-    ]
-    told = "10.96.0.1/32" if profile == "gitops" else "set networkPolicy.apiServer.cidrs: helm could ask no cluster"
-    assert networks == [told]
 
 
 def test_runbooks_are_absolute_or_left_out() -> None:

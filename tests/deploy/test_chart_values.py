@@ -379,18 +379,6 @@ def test_models_and_stores_reach_controller_rollouts_and_trainers() -> None:
 # -- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_passwords_that_cannot_be_kept_are_refused_by_the_api_server() -> None:
-    """Rendered without a cluster the Secrets are alike each time, and have a label that no API server takes."""
-    first, second = (Rendered("nvidia", *labels).kind("Secret") for labels in ((), ("commonLabels={}",)))
-    assert first == second
-    said = [doc["metadata"]["labels"]["flowfleet.io/refused"] for doc in first]
-    assert [words.split(":")[0] for words in said] == [
-        "set secrets.apiKey.existingSecret", "set redis.auth.existingSecret",
-    ]  # fmt: skip
-    assert all(len(words) > 63 for words in said)
-    assert "flowfleet.io/refused" not in json.dumps(Rendered("gitops").objects)
-
-
 def test_secrets_that_are_given_are_not_made() -> None:
     rendered = Rendered("everything")
     assert rendered.kind("Secret") == []
