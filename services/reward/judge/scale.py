@@ -9,11 +9,13 @@ the model did not take counts for neither. Without log-probabilities the value i
 
 A text is read only where it gives one answer, be it twice. It gives none where it names several values in one breath
 ("yes or no"), denies one ("not yes"), refuses and concludes with none, or was cut off before its answer was complete.
+The question's choice may precede the answer ("Yes or no? Yes."), and an explanation may follow it ("Yes - no flaws").
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,13 +33,18 @@ MAX_ANSWERS = 101
 Take = Literal["first", "last"]
 
 _BREATH = re.compile(
-    r"[\s\"'*_`,]*+(?:\b(?:or|and|nor|to|versus|vs\.?|but|through)\b|[-–|])[\s\"'*_`]*+(?:an? |also )?[\"'*_`]*+|"
-    r"(?<!\d)\s*+/\s*+",
+    r"[\s\"'*_`,]*+(?:\b(?:or|and|nor|to|versus|vs\.?|but|through)\b|\||(?<!\s)[-–](?!\s))[\s\"'*_`]*+"
+    r"(?:an? |also )?[\"'*_`]*+|(?<!\d)[\s*_`\"']*+/[\s*_`\"']*+|(?<=\d)\s*+[-–]\s*+",
     re.IGNORECASE,
 )
 """Between answers that are named together."""
-_TURN, _END = re.compile(r"[\s.,;:!?…*_]++"), re.compile(r"[*_]*+\s*+(?:[.,;:!?…]|$)")
+_TURN, _END = re.compile(r"[\s.,;:!?…*_–—-]++"), re.compile(r"[*_]*+\s*+(?:[.,;:!?…–—-]|$)")
 """Between answers that follow each other, and after the second."""
+_CHOICE = re.compile(r"[\s\"'*_`,]*(?:or|to|and|through|versus|vs\.?|[/|–-]|(?<=,))[\s\"'*_`]*")
+_ASKED = re.compile(r"[\"'*_`)\]]*+(?:[?:.…\n]|[ \t]*+[=→–—-])")
+"""Between the answers of the question's choice, and after it."""
+_OPENS = re.compile(r"(?:^|[.!?:;\n–—-])[\s\"'*_`]*$")
+"""Before an answer that begins its clause."""
 _DENIED = re.compile(
     r"(?:\b(?:not|never|neither|nor|than|over|instead of)|n't)\s+(?:[\w']+\s+){0,2}[\"'*_`]*$|\bout of\s*$",
     re.IGNORECASE,
@@ -110,12 +117,8 @@ class Scale:
         """
         text = ("".join(token.text for token in answer.tokens) or answer.text).replace("’", "'")
         named, given = self._mentions(text)
-        if given and take == "last":  # a clause that names several has not come to one
-            start = max(text.rfind(mark, 0, given[-1].start()) for mark in ".!?:;\n")
-            last = [one for one in given if one.start() > start]
-            given = last if self._agree(last) else []
-        match = (given[0 if take == "first" else -1]) if given else None
-        if (named and not given) or _refuses(text, match, take):
+        match = self._choose(text, given, take) if given else None
+        if (named and not match) or _refuses(text, match, take):
             raise ValueError(f"the answer {answer.shown} refuses, or names no one answer of the scale {self}")
         if answer.truncated and (take == "last" or (match and self._is_cut(text, match))):
             raise ValueError(f"the answer {answer.shown} ends before it is complete: raise max_tokens of the rubric")
@@ -138,18 +141,40 @@ class Scale:
         """Returns the answers in the text (on a numeric scale all numbers) and those of them that it gives: not denied,
         and not in one breath or list with an answer of another value."""
         found = list(re.finditer(rf"(?<!\w)(?:{self._pattern})(?!\w)", text, re.IGNORECASE))
-        together = [bool(_BREATH.fullmatch(text, a.end(), b.start())) for a, b in pairwise(found)] + [False]
+        slashes = [False, *(text[a.end() : b.start()].strip() == "/" for a, b in pairwise(found)), False]
+        in_row = [slash and any(sides) for slash, *sides in zip(slashes[1:-1], slashes, slashes[2:], strict=False)]
+        in_breath = [bool(_BREATH.fullmatch(text, a.end(), b.start())) for a, b in pairwise(found)]
+        together = [*map(operator.or_, in_breath, in_row), False]
         breaths = [found[:1]]
         for (a, b), is_together, goes_on in zip(pairwise(found), together, together[1:], strict=False):
             is_listed = goes_on and text[a.end() : b.start()].strip() == ","
-            in_turn = _TURN.fullmatch(text, a.end(), b.start()) and (is_listed or _END.match(text, b.end()))
-            if not (is_together or in_turn):
+            is_whole = _END.match(text, b.end()) or b[0].lower() == "yes"  # "no" and "3" may count objects
+            in_turn = _TURN.fullmatch(text, a.end(), b.start()) and (is_listed or is_whole)
+            if not (is_together or in_turn) or self._is_question(breaths[-1], text):
                 breaths.append([])
             breaths[-1].append(b)
         parts = (".", "/", "-") if self.is_numeric else ()  # of a longer number, a fraction or a range
         named = [one for one in found if not text.endswith(parts, 0, one.start())]
         agreed = {one for breath in breaths if self._agree(breath) for one in breath}
         return named, [one for one in named if one in agreed and not _ends_before(one, _DENIED)]
+
+    def _is_question(self, breath: Sequence[re.Match[str]], text: str) -> bool:
+        """True if these mentions repeat the question's choice, as "yes or no", "1 to 5" or each answer once."""
+        if not 2 <= len(breath) <= len(self.values) or not _ASKED.match(text, breath[-1].end()):
+            return False
+        names, answers = [one[0].lower() for one in breath], list(self.values)
+        joins = [text[a.end() : b.start()].strip().lower() for a, b in pairwise(breath)]
+        is_choice = joins != [","] and (self.is_numeric or "and" not in joins) and all(map(_CHOICE.fullmatch, joins))
+        return is_choice and (sorted(names) == sorted(answers) or (names == [answers[0], answers[-1]]))
+
+    def _choose(self, text: str, given: Sequence[re.Match[str]], take: Take) -> re.Match[str] | None:
+        """Returns the answer that the text comes to. There is none where its last clause names several, or where "no
+        flaws" contradicts an answer that stands alone."""
+        start = max(text.rfind(mark, 0, given[-1].start()) for mark in ".!?:;\n") if take == "last" else -1
+        chosen = [one for one in given if one.start() > start] if take == "last" else given[:1]
+        goes_on = _GOES_ON.match(text, chosen[0].end()) and (take == "first" or _ends_before(chosen[0], _OPENS))
+        alone = [one for one in given if goes_on and _END.match(text, one.end()) and _ends_before(one, _OPENS)]
+        return chosen[-1] if self._agree([*chosen, *alone]) else None
 
     def _agree(self, mentions: Sequence[re.Match[str]]) -> bool:
         """True if all have the same value."""

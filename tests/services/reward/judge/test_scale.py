@@ -92,7 +92,7 @@ def test_text_before_the_answer_and_the_last_place() -> None:
     ]
     scale = Scale.parse("1-5")
     assert scale.read(answer(*tokens)).value == pytest.approx(0.6 * 4 + 0.4 * 2)
-    reasons = [spaced("2", {"2": 1.0}), token(" flaws: ", **{" flaws: ": 1.0}), spaced("5", {"5": 0.5, "4": 0.5})]
+    reasons = [spaced("2", {"2": 1.0}), token("; then: ", **{"; then: ": 1.0}), spaced("5", {"5": 0.5, "4": 0.5})]
     assert scale.read(answer(*reasons), "last").value == pytest.approx(4.5)
     assert scale.read(answer(*reasons), "first").value == 2.0
 
@@ -178,6 +178,50 @@ CORPUS = {
         ("I can't see it, so I won't say yes.", NONE, NONE),
         ("I cannot judge this, so no answer.", NONE, NONE),
         ("I cannot tell, yes or no.", NONE, NONE),
+        # the question's choice before the answer
+        ("Yes or no? Yes.", 1.0, 1.0),
+        ("Yes or No?\nNo", 0.0, 0.0),
+        ("yes/no: yes", 1.0, 1.0),
+        ("**Yes** / **No**? **No**", 0.0, 0.0),
+        ("[yes/no]: no", 0.0, 0.0),
+        ("Is it sharp, yes or no? Yes, it is sharp.", 1.0, 1.0),
+        ("Answer yes or no. Yes.", 1.0, 1.0),
+        ("**Yes or no?** **Yes**", 1.0, 1.0),
+        ("Yes or no? Yes or no? Yes.", 1.0, 1.0),
+        ("yes/no - yes", 1.0, 1.0),
+        ("Yes or no — no", 0.0, 0.0),
+        ("Yes | No: No", 0.0, 0.0),
+        ('"Yes" or "No"? "No".', 0.0, 0.0),
+        ("Yes or no?", NONE, NONE),
+        ("Yes or no? Yes or no.", NONE, NONE),
+        ("Yes or no? Yes and no.", NONE, NONE),
+        ("Yes or no? Yes. No.", NONE, NONE),
+        ("Yes or no? Not yes.", NONE, NONE),
+        ("Yes or no? I cannot tell.", NONE, NONE),
+        ("Yes and no? Yes.", NONE, NONE),
+        ("Yes or no, yes.", NONE, NONE),
+        ("Yes, no. Yes.", NONE, NONE),
+        ("Yes. No. Yes.", NONE, NONE),
+        # an explanation after the answer
+        ("Yes - no flaws", 1.0, NONE),
+        ("Yes — no flaws", 1.0, NONE),
+        ("Yes—no flaws.", 1.0, NONE),
+        ("Yes – no flaws", 1.0, NONE),
+        ("Yes -- no flaws are visible", 1.0, NONE),
+        ("**Yes** - no flaws", 1.0, NONE),
+        ("Yes: no flaws", 1.0, NONE),
+        ("Yes. No flaws.", 1.0, NONE),
+        ("No — no sign is legible.", 0.0, 0.0),
+        ("No, not yes", 0.0, 0.0),
+        ("No - not yes", 0.0, 0.0),
+        ("Yes - not no", 1.0, 1.0),
+        ("Is it sharp? Yes. Any text? No. So it is a yes overall.", 1.0, 1.0),
+        ("No flaws are visible. Yes.", NONE, 1.0),
+        ("Yes - no", NONE, NONE),
+        ("Yes — No.", NONE, NONE),
+        ("yes-no", NONE, NONE),
+        ("No - yes it is sharp", NONE, NONE),
+        ("No, yes it is sharp", NONE, NONE),
     ],
     "1-5": [
         ("4", 4.0, 4.0),
@@ -202,12 +246,30 @@ CORPUS = {
         ("Hard to judge, 3.", 3.0, 3.0),
         ("Hard to judge, so 3 out of 5", 3.0, 3.0),
         ("I cannot rate a blank picture. Hard to judge, 3.", NONE, 3.0),
+        ("1-5: 4", 4.0, 4.0),
+        ("Rating (1-5): 4", 4.0, 4.0),
+        ("1 to 5? 4.", 4.0, 4.0),
+        ("On a scale between 1 and 5: 4.", 4.0, 4.0),
+        ("1, 2, 3, 4 or 5? 4", 4.0, 4.0),
+        ("1/2/3/4/5: 3", 3.0, 3.0),
+        ("4 - good", 4.0, 4.0),
+        ("4 — 3 objects are missing", 4.0, NONE),
+        ("4. 3 objects are missing.", 4.0, NONE),
+        ("5 objects were asked. Score: 4.", NONE, 4.0),
+        ("1 to 5? 3 or 4.", NONE, NONE),
+        ("1-5", NONE, NONE),
+        ("3 or 4? 4.", NONE, NONE),
+        ("4 - 5", NONE, NONE),
+        ("4 – 5 points", NONE, NONE),
     ],
     "table": [
         ("Score: 4\n\n4", 0.75, 0.75),
         ("4 or 4", 0.75, 0.75),
         ("Score: 4\n\n3", NONE, NONE),
         ("2, 3 or 4", NONE, NONE),
+        ("1 to 5? 4.", 0.75, 0.75),
+        ("Score (1-5): 2 - blurry", 0.25, 0.25),
+        ("4 — 5", NONE, NONE),
     ],
 }
 CASES = [(scale, *case) for scale, cases in CORPUS.items() for case in cases]
@@ -251,10 +313,16 @@ TEXTS = [
     "hard to judge, so 4, ",
     'yes """"',
     "1a",
+    "yes or no? ",
+    "yes - ",
+    "no flaws. ",
+    "1/",
 ]
 LONG = {text: text * (20_000 // len(text)) for text in TEXTS} | {
     "enumeration": ", ".join(map(str, range(4_000))),
     "spaces": f"yes, {' ' * 20_000}x cannot{' ' * 20_000}x not{' ' * 20_000}no",
+    "choices": "0-100? " * 3_000,
+    "numbers": f"{', '.join(map(str, range(101)))}? " * 60,
     "quotes": "yes or" + '"' * 20_000 + "x no",
 }
 
