@@ -34,55 +34,24 @@ CLASSES = {
     "transformer": ("diffusers", "QwenImageTransformer2DModel"),
     "vae": ("diffusers", "AutoencoderKLQwenImage"),
 }
-REAL_TEXT = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-}
-REAL_VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
-TINY_TEXT = REAL_TEXT | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6},
-}
-TINY_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "attention_head_dim": 32,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 128,
-    "axes_dims_rope": (8, 12, 12),
-}
 
 
 def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bool = False) -> Path:
     """Writes the folder and returns it. `tiny` keeps every part and shrinks it; `num_layers`: of the transformer."""
     directory.mkdir(parents=True, exist_ok=True)
-    transformer: dict[str, Any] = TINY_TRANSFORMER if tiny else {}
-    if num_layers is not None:
-        transformer = transformer | {"num_layers": num_layers}
+    sizes = json.loads(Path(__file__).with_name("qwen_image.json").read_text())["tiny" if tiny else "real"]
+    layers = {} if num_layers is None else {"num_layers": num_layers}
     with torch.device("meta"):
         parts: dict[str, Any] = {
-            "transformer": QwenImageTransformer2DModel(**transformer),
-            "vae": AutoencoderKLQwenImage(**({"base_dim": 16, "num_res_blocks": 1} if tiny else {})),
+            "transformer": QwenImageTransformer2DModel(**sizes["transformer"] | layers),
+            "vae": AutoencoderKLQwenImage(**sizes["vae"]),
         }
     parts["scheduler"] = build_scheduler()
     for name, part in parts.items():
         part.save_config(directory / name)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(directory / "tokenizer")
-    text, vision = (TINY_TEXT, TINY_VISION | {"fullatt_block_indexes": [0]}) if tiny else (REAL_TEXT, REAL_VISION)
-    config = text_encoder_config(tokenizer, text, vision, tie_word_embeddings=False)
+    config = text_encoder_config(tokenizer, sizes["text"], sizes["vision"], tie_word_embeddings=False)
     config.architectures = [CLASSES["text_encoder"][1]]
     config.save_pretrained(directory / "text_encoder")
     index = {"_class_name": "QwenImagePipeline", "_diffusers_version": diffusers.__version__, **CLASSES}

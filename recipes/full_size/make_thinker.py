@@ -8,7 +8,6 @@ few.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from transformers import Qwen3OmniMoeThinkerConfig
 
@@ -17,53 +16,14 @@ from recipes.tiny_thinker.model import configuration, save_processors
 NUM_LAYERS = 48
 BYTES_OF_LAYER, BYTES_OF_REST = 1.25e9, 3.7e9
 """Weights in bfloat16: a layer of the language model, and all that is not one."""
-_TEXT: dict[str, Any] = {
-    "vocab_size": 152_064,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 65_536,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20]},
-}
-_VISION: dict[str, Any] = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "patch_size": 16,
-    "out_hidden_size": 2048,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-_AUDIO: dict[str, Any] = {
-    "num_mel_bins": 128,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "d_model": 1280,
-    "output_dim": 2048,
-    "downsample_hidden_size": 480,
-}
-_TOKENS = ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def write_folder(directory: Path, num_layers: int, *, tiny: bool = False) -> Path:
     """Writes the folder and returns it. `tiny` keeps every part and shrinks it."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = configuration()
-    if tiny:
-        config.text_config.num_hidden_layers = num_layers
-    else:
-        ids = {name: getattr(config, name) for name in (*_TOKENS, "audio_start_token_id")}
-        text = _TEXT | {"num_hidden_layers": num_layers}
-        config = Qwen3OmniMoeThinkerConfig(
-            text_config=text, vision_config=_VISION, audio_config=_AUDIO, position_id_per_seconds=13, **ids
-        )
+    real = Path(__file__).with_name("thinker.json")
+    config = configuration() if tiny else Qwen3OmniMoeThinkerConfig.from_json_file(real)
+    config.text_config.num_hidden_layers = num_layers
     config.architectures = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
     config.save_pretrained(directory)
     patch = config.vision_config.patch_size

@@ -1,4 +1,4 @@
-"""The five parts of a Qwen-Image checkpoint, each of its real class, at a few millionths of the size.
+"""The five parts of a Qwen-Image checkpoint, each of its real class, at a few millionths of the size (components.json).
 
 The scheduler's numbers are those of the real model. The tokenizer is trained so that every word of the pipeline's
 prompt template is one token, as in the real vocabulary: the pipeline drops the first 34 tokens. The text encoder keeps
@@ -8,6 +8,7 @@ random weights: embeddings of distinct characters are distinct, which is all tha
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +21,9 @@ from diffusers import (
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-EMBEDDING_WIDTH = 128
-TEXT_HEAD_WIDTH = 32
-LATENT_CHANNELS = 16
-
-SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+SIZES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+LATENT_CHANNELS = SIZES["vae"]["z_dim"]
+SPECIAL_TOKENS = SIZES["special_tokens"]
 
 TEMPLATE_WORDS = (
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
@@ -56,17 +46,7 @@ def build_pipeline() -> Any:
 
 def build_scheduler() -> Any:
     """The scheduler of the real model: exponential dynamic shift that ends at 0.02."""
-    return FlowMatchEulerDiscreteScheduler(
-        base_image_seq_len=256,
-        base_shift=0.5,
-        max_image_seq_len=8192,
-        max_shift=0.9,
-        num_train_timesteps=1000,
-        shift=1.0,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-        use_dynamic_shifting=True,
-    )
+    return FlowMatchEulerDiscreteScheduler(**SIZES["scheduler"])
 
 
 def build_tokenizer() -> Any:
@@ -99,22 +79,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
 
 def build_text_encoder(tokenizer: Any) -> Any:
     """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16."""
-    text = {
-        "hidden_size": EMBEDDING_WIDTH,
-        "intermediate_size": 2 * EMBEDDING_WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": EMBEDDING_WIDTH // TEXT_HEAD_WIDTH,
-        "num_key_value_heads": EMBEDDING_WIDTH // TEXT_HEAD_WIDTH,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": EMBEDDING_WIDTH,
-        "fullatt_block_indexes": [0],
-    }
-    encoder: Any = Qwen2_5_VLForConditionalGeneration(text_encoder_config(tokenizer, text, vision))
+    config = text_encoder_config(tokenizer, SIZES["text"], SIZES["vision"])
+    encoder: Any = Qwen2_5_VLForConditionalGeneration(config)
     for name, weight in encoder.named_parameters():
         if "embed_tokens" in name:
             torch.nn.init.normal_(weight, std=1.0)
@@ -150,21 +116,12 @@ def text_encoder_config(
 
 def build_vae() -> Any:
     """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage."""
-    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+    return AutoencoderKLQwenImage(**SIZES["vae"])
 
 
 def build_transformer() -> Any:
     """An untrained transformer: six blocks, four heads of 32."""
-    return QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=6,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=EMBEDDING_WIDTH,
-        axes_dims_rope=(8, 12, 12),
-    )
+    return QwenImageTransformer2DModel(**SIZES["transformer"])
 
 
 def round_to_half(model: torch.nn.Module) -> None:

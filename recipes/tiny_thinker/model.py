@@ -73,54 +73,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def configuration() -> Qwen3OmniMoeThinkerConfig:
-    """A Thinker of some 200,000 parameters."""
-    place = {token: number for number, token in enumerate(_SPECIAL)}
-    text = {
-        "vocab_size": len(_SPECIAL) + len(_WORDS) + len(COLORS),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 8,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    audio = {
-        "num_mel_bins": 16,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "d_model": 32,
-        "output_dim": 64,
-        "downsample_hidden_size": 8,
-        "max_source_positions": 100,
-    }
-    return Qwen3OmniMoeThinkerConfig(
-        text_config=text,
-        vision_config=vision,
-        audio_config=audio,
-        image_token_id=place["<|image_pad|>"],
-        video_token_id=place["<|video_pad|>"],
-        audio_token_id=place["<|audio_pad|>"],
-        vision_start_token_id=place["<|vision_start|>"],
-        vision_end_token_id=place["<|vision_end|>"],
-        audio_start_token_id=place["<|audio_start|>"],
-        audio_end_token_id=place["<|audio_end|>"],
-        position_id_per_seconds=13,
-    )
+    """A Thinker of some 200,000 parameters. The ids of its tokens are their places in `_SPECIAL`."""
+    return Qwen3OmniMoeThinkerConfig.from_json_file(Path(__file__).with_name("config.json"))
 
 
 def save_random(folder: Path, seed: int = 0) -> None:

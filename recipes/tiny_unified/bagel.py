@@ -20,31 +20,10 @@ from flowfleet.models.families.bagel.transformer import Bagel
 from recipes.tiny.components import build_tokenizer
 
 FRAMES = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-LATENT_SIDE = 64
-VIT_SIDE = 6
-VIT_PATCH = 4
-LLM = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "model_type": "qwen2",
-}
-VIT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,  # two are used
-    "num_attention_heads": 2,
-    "patch_size": VIT_PATCH,
-    "image_size": VIT_SIDE * VIT_PATCH,
-    "hidden_act": "gelu_pytorch_tanh",
-    "model_type": "siglip_vision_model",
-}
-VAE = {"z_channels": 16, "downsample": 8, "ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""The encoder of pictures has three layers, of which two are used."""
+LATENT_SIDE, VIT_SIDE = CONFIG["max_latent_size"], CONFIG["vit_max_num_patch_per_side"]
+VIT_PATCH = CONFIG["vit_config"]["patch_size"]
 
 
 def make_tiny_bagel(path: Path, *, seed: int = 0) -> Path:
@@ -68,23 +47,9 @@ def write_configurations(path: Path, tokenizer: Qwen2Tokenizer) -> None:
     """Writes the folder's files besides weights."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
-    llm: dict[str, Any] = LLM | {"vocab_size": len(tokenizer)}
-    whole = {
-        "architectures": ["BagelForConditionalGeneration"],
-        "model_type": "bagel",
-        "connector_act": "gelu_pytorch_tanh",
-        "interpolate_pos": False,
-        "latent_patch_size": 2,
-        "max_latent_size": LATENT_SIDE,
-        "timestep_shift": 1.0,
-        "visual_gen": True,
-        "visual_und": True,
-        "vit_max_num_patch_per_side": VIT_SIDE,
-        "vae_config": VAE,
-        "llm_config": llm,
-        "vit_config": VIT,
-    }
-    for name, content in (("config", whole), ("llm_config", llm), ("vit_config", VIT)):
+    llm = CONFIG["llm_config"] | {"vocab_size": len(tokenizer)}
+    whole = CONFIG | {"llm_config": llm}
+    for name, content in (("config", whole), ("llm_config", llm), ("vit_config", CONFIG["vit_config"])):
         (path / f"{name}.json").write_text(json.dumps(content, indent=1))
 
 
@@ -96,7 +61,7 @@ def make_bagel_tokenizer() -> Qwen2Tokenizer:
 
 
 def _vae_state() -> dict[str, Tensor]:
-    """Random weights of FLUX's VAE by its authors' names, at the sizes of `VAE`."""
+    """Random weights of FLUX's VAE by its authors' names, at the sizes of `vae_config`."""
     width, depth, blocks, latents = 32, 4, 1, 16
     state: dict[str, Tensor] = {}
 

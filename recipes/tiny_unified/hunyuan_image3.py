@@ -26,47 +26,7 @@ TOKENS = (
     *("<answer>", "</answer>", "<think>", "</think>", "<recaption>", "</recaption>", "<img_size_1024>"),
     *(f"<img_ratio_{number}>" for number in range(NUM_RATIOS)),
 )
-CONFIG: dict[str, Any] = {
-    "architectures": ["HunyuanImage3ForCausalMM"],
-    "model_type": "hunyuan_image_3_moe",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attention_head_dim": 16,
-    "num_experts": 8,
-    "moe_topk": [2] * 3,
-    "num_shared_expert": [1] * 3,
-    "moe_intermediate_size": [32] * 3,
-    "intermediate_size": 32,
-    "use_mixed_mlp_moe": True,
-    "moe_layer_num_skipped": 0,
-    "use_qk_norm": True,
-    "use_cla": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 22800,
-    "patch_size": 1,
-    "patch_embed_hidden_dim": 32,
-    "img_proj_type": "unet",
-    "image_base_size": 1024,
-    "vae_downsample_factor": [16, 16],
-    "vae": {
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": 32,
-        "block_out_channels": [32, 32, 32, 32, 64],
-        "layers_per_block": 1,
-        "ffactor_spatial": 16,
-        "ffactor_temporal": 2,
-        "sample_size": 384,
-        "sample_tsize": 96,
-        "scaling_factor": 0.562679178327931,
-    },
-}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 GENERATION = {"flow_shift": 3.0, "sequence_template": "pretrain", "use_system_prompt": "None", "drop_think": False}
 SYSTEM_FILE = f'''other = len("never executed")
 unified_system_prompt_en = """{SYSTEM_PROMPT}

@@ -5,7 +5,9 @@ checkpoints have for small videos. The text encoder keeps random weights: embedd
 which is all that the transformer needs to learn from.
 """
 
+import json
 import string
+from pathlib import Path
 from typing import Any
 
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
@@ -14,7 +16,7 @@ from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 from recipes.tiny.components import round_to_half
 from recipes.tiny_video.clips import COLORS, DIRECTIONS, RADII, SHAPES
 
-TEXT_WIDTH = 64
+SIZES = json.loads(Path(__file__).with_suffix(".json").read_text())
 MAX_TOKENS = 512
 """Length to which the pipeline pads every prompt."""
 
@@ -42,33 +44,16 @@ def build_tokenizer() -> Any:
 
 def build_text_encoder(vocab_size: int) -> Any:
     """A two-layer UMT5 encoder, random, frozen and rounded to fp16."""
-    config = UMT5Config(
-        vocab_size=vocab_size,
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=2 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        is_encoder_decoder=False,
-    )
-    encoder: Any = UMT5EncoderModel(config)
+    encoder: Any = UMT5EncoderModel(UMT5Config(vocab_size=vocab_size, **SIZES["text_encoder"]))
     round_to_half(encoder.eval().requires_grad_(False))
     return encoder
 
 
 def build_vae() -> Any:
     """An untrained autoencoder: factors of eight and four, 16 channels as the real one, one residual block a stage."""
-    return AutoencoderKLWan(base_dim=12, num_res_blocks=1)
+    return AutoencoderKLWan(**SIZES["vae"])
 
 
 def build_transformer() -> Any:
     """An untrained transformer: five blocks, four heads of 32."""
-    return WanTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=32,
-        text_dim=TEXT_WIDTH,
-        freq_dim=128,
-        ffn_dim=384,
-        num_layers=5,
-        rope_max_seq_len=64,
-    )
+    return WanTransformer3DModel(**SIZES["transformer"])

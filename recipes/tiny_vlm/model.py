@@ -11,6 +11,7 @@ the digits are one token each, as in the real vocabulary; "10" is two. Untrained
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from recipes.tiny.components import SIGN_WORDS, text_encoder_config, train_tokenizer
 
-WIDTH = 128
-VISION_WIDTH = 64
-PATCH_SIZE = 8
-MERGE_SIZE = 2
+SIZES: dict[str, Any] = json.loads(Path(__file__).with_name("sizes.json").read_text())
+PATCH_SIZE, MERGE_SIZE = SIZES["vision"]["patch_size"], SIZES["vision"]["spatial_merge_size"]
 MIN_SIDE, MAX_SIDE = 64, 128
 """Pictures are scaled to between 64 × 64 and 128 × 128 pixels together."""
 
@@ -69,25 +68,7 @@ def build_tokenizer() -> Any:
 
 def build_model(tokenizer: Any, seed: int) -> Any:
     """Three layers of width 128 behind two vision blocks of width 64, untrained, fp32."""
-    text = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 3 * WIDTH,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": VISION_WIDTH,
-        "intermediate_size": 2 * VISION_WIDTH,
-        "num_heads": 4,
-        "patch_size": PATCH_SIZE,
-        "spatial_merge_size": MERGE_SIZE,
-        "window_size": 4 * PATCH_SIZE * MERGE_SIZE,
-        "out_hidden_size": WIDTH,
-        "fullatt_block_indexes": [1],
-    }
-    config = text_encoder_config(tokenizer, text, vision)
+    config = text_encoder_config(tokenizer, SIZES["text"], SIZES["vision"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2_5_VLForConditionalGeneration(config).eval()
