@@ -1,4 +1,4 @@
-"""How a command says that it must wait."""
+"""How a command says that it must wait, or that its job must give way."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ class NotYet(Exception):
 
 class WaitedInVain(NotYet):
     """It has waited for long already: the message becomes the job's reason at once."""
+
+
+class NoPlace(Exception):
+    """A trainer's pods found no place in time. The job returns to the queue, so that other jobs may run."""

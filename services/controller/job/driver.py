@@ -52,7 +52,7 @@ from services.controller.job.tracing import traced
 from services.controller.job.trainer.watch import TrainerWatch
 from services.controller.reading.places import NotAllowed
 from services.controller.store.records import reward_set
-from services.controller.waiting import NotYet, WaitedInVain
+from services.controller.waiting import NoPlace, NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class JobDriver:
         self._renewed = float("-inf")
         self._wake = asyncio.Event()
         self._reopens = self._is_held = False
+        self._no_place: NoPlace | None = None
         self._reported: tuple[str, str] = ("", "")
         self._told = ProgressTold()
         self.machine = machine
@@ -91,7 +92,10 @@ class JobDriver:
         self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
 
     async def run(self) -> Status:
-        """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued."""
+        """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued.
+
+        Raises NoPlace for a job that returns to the queue.
+        """
         parts = (self._intake, self._tick, self._watch.run)
         background = [asyncio.create_task(part(), name=part.__qualname__) for part in parts]
         for task in background:
@@ -105,6 +109,8 @@ class JobDriver:
                 await self._next_change(background)
                 if self._reopens:
                     raise Unavailable("it is opened again")
+                if self._no_place is not None:
+                    raise self._no_place
         finally:
             await end([*background, *self._running.values()])
         await self._report_end()
@@ -156,6 +162,8 @@ class JobDriver:
             tries = MAX_FAILURES if isinstance(waiting, WaitedInVain) else self._waits[command]
             self._explain(command, tries, str(waiting))
             await asyncio.sleep(waiting.again_s)
+        except NoPlace as error:
+            self._no_place = error
         except NotAllowed as error:
             await self._pause(f"{error}; then `flowfleet resume` the job")
         except asyncio.CancelledError:

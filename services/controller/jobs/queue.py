@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.api.overview import JobRow
-from services.controller.store.records import is_unreadable
+from services.controller.store.records import found_no_place, is_unreadable
 
 
 def placed(rows: Iterable[JobRow]) -> list[JobRow]:
@@ -17,6 +17,7 @@ def placed(rows: Iterable[JobRow]) -> list[JobRow]:
     for row in rows:
         place = None
         is_aside = row.status is JobStatus.QUARANTINED or is_unreadable(row.reason)
+        is_aside = is_aside or found_no_place(row.status, row.reason)
         if is_aside:
             waits = row.reason or "it stopped the controller several times; resume it to try again"
         elif row.pool in first:

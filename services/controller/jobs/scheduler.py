@@ -38,6 +38,7 @@ from services.controller.job.reporting.reports import Reports
 from services.controller.job.shadow_queue import ShadowMetrics, ShadowQueue
 from services.controller.job.trainer.client import JobTrainer
 from services.controller.jobs.quarantine import Quarantine
+from services.controller.jobs.returned import Returned
 from services.controller.jobs.submission.opening import JobData, open_job
 from services.controller.metrics.monitor import Monitor
 from services.controller.platforms.launcher import FencedLauncher, Launcher, stop_for_good
@@ -58,10 +59,11 @@ from services.controller.settings import ControllerSettings
 from services.controller.store.changes import listen, notify
 from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.pictures import Pictures
-from services.controller.store.records import JobRecord
+from services.controller.store.records import NO_PLACE, JobRecord
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
 from services.controller.store.store import Store
+from services.controller.waiting import NoPlace
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class JobScheduler:
             folders=Folders(settings.state_dir, registry),
         )
         self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())
+        self._returned = Returned()
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
@@ -205,7 +208,8 @@ class JobScheduler:
                     await self._end_others(active)
                     await self._quarantine.take_over()
                 await self._set_aside(tasks)
-                first = await self._first_of_pools(active)
+                taken = {self._jobs[pool] for pool, task in tasks.items() if not task.done()}
+                first = await self._first_of_pools(active, taken)
                 for pool, record in first.items():
                     if pool not in tasks or tasks[pool].done():
                         self._take_up(pool, record.id)
@@ -249,19 +253,25 @@ class JobScheduler:
             self._metrics.forget(before)
         self._jobs[pool] = job_id
 
-    async def _first_of_pools(self, active: list[str]) -> dict[str, JobRecord]:
-        """Rollout pool → its oldest job that has not ended. Ends the queued jobs that were cancelled."""
+    async def _first_of_pools(self, active: list[str], taken: Collection[str]) -> dict[str, JobRecord]:
+        """Rollout pool → its job that is `taken` up, else the oldest that has not ended and need not wait. Ends the
+        queued jobs that were cancelled."""
         first: dict[str, JobRecord] = {}
         known, self._records = self._records, {}
         for job_id, (status, desired) in zip(active, await self._store.jobs.statuses(active), strict=True):
             record = known.get(job_id) or await self._readable(job_id)
             self._records[job_id] = record = record.model_copy(update={"status": status, "desired": desired})
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
-            if unwanted and job_id not in self._jobs.values():
-                await self._store.jobs.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
+            if unwanted and job_id not in taken:
+                await self._store.jobs.set_status(job_id, JobStatus.CANCELLED, "cancelled in the queue")
+                await forget_gradients(self._folder(job_id))
             elif record.is_unreadable:
                 if record.desired is Desired.CANCELLED:
                     await self._waits_for_its_version(record, record.reason)
+            elif job_id in taken:
+                first[record.pool] = record
+            elif self._returned.waits(job_id, time.monotonic()):
+                continue
             elif record.status is not JobStatus.QUARANTINED or await self._is_back(record):
                 first.setdefault(record.pool, record)
         return first
@@ -309,15 +319,20 @@ class JobScheduler:
             try:
                 now = await self._store.jobs.get(job_id)
                 known = self._records.get(job_id, now)
-                record = known.model_copy(update={"status": now.status, "desired": now.desired})
+                fresh = {"status": now.status, "desired": now.desired, "started_at": now.started_at}
+                record = known.model_copy(update=fresh)
                 if not unopened or record.desired is not Desired.PAUSED:  # else its user has yet to resume it
                     if not record.status.terminal:
                         await self._drive(record)
+                        self._returned.retry()
                     return
             except LeaseLost:
                 raise
             except NotFound as error:
                 log.error("job is missing in Redis: %s", error, extra={"job": job_id})
+                return
+            except NoPlace as error:
+                await self._return(job_id, str(error))
                 return
             except RolledBack as error:
                 log.error(
@@ -395,7 +410,8 @@ class JobScheduler:
         except Unread:
             raise
         except ValueError as error:
-            if isinstance(error, NotAllowed | Missing) or record.status is not JobStatus.QUEUED:
+            has_begun = record.status is not JobStatus.QUEUED or record.started_at is not None
+            if isinstance(error, NotAllowed | Missing) or has_begun:
                 raise Unopened(str(error)) from None
             raise
 
@@ -437,13 +453,23 @@ class JobScheduler:
         )
         return Scoring(job_rewards, blobs)
 
+    async def _return(self, job_id: str, reason: str) -> None:
+        """Puts a job whose trainer found no place back into the queue, and lets others of its pool go ahead."""
+        delay_s = self._returned.add(job_id, time.monotonic())
+        told = f"{NO_PLACE} {reason}; tried again within {delay_s:.0f} s, or when another job ends"
+        log.warning("job returns to the queue: %s", told, extra={"job": job_id})
+        await self._record(job_id, JobStatus.QUEUED, told)
+
     async def _fail(self, job_id: str, reason: str) -> None:
         await stop_for_good(self._launcher, job_id)
-        try:
-            await self._store.jobs.set_status(job_id, JobStatus.FAILED, reason)
-        except (Conflict, NotFound, RedisError) as error:
-            log.error("could not record the job's failure: %s", error, extra={"job": job_id})
+        await self._record(job_id, JobStatus.FAILED, reason)
         await forget_gradients(self._folder(job_id))
+
+    async def _record(self, job_id: str, status: JobStatus, reason: str) -> None:
+        try:
+            await self._store.jobs.set_status(job_id, status, reason)
+        except (Conflict, NotFound, RedisError) as error:
+            log.error("could not record the job as %s: %s", status, error, extra={"job": job_id})
 
     def _folder(self, job_id: str) -> Path:
         return self._settings.state_dir.resolve() / JOBS / job_id

@@ -28,6 +28,7 @@ from flowfleet.rewards.changes import RewardSet
 FORMAT = 2
 """Format of a job's record, raised when earlier releases must not run the job; 1 where none is stored."""
 UNREADABLE = "this release cannot read the job"
+NO_PLACE = "its trainer found no place"
 ADVICE = "run the release that wrote it, or cancel the job"
 Action = Literal["pause", "resume", "cancel", "delete"]
 Order = Literal["newest", "oldest", "best", "worst"]
@@ -126,6 +127,11 @@ class SampleRecord(Sample):
 def is_unreadable(reason: str) -> bool:
     """A job with this reason waits for a release that can read it."""
     return reason.startswith(UNREADABLE)
+
+
+def found_no_place(status: JobStatus, reason: str) -> bool:
+    """A job with this status and reason returned to the queue, and lets others of its pool go ahead."""
+    return status is JobStatus.QUEUED and reason.startswith(NO_PLACE)
 
 
 def read_spec(stored: Mapping[str, Any], format: int) -> JobSpec:

@@ -12,6 +12,7 @@ from flowfleet.api.jobs import Progress
 from flowfleet.api.overview import JobRow
 from services.controller.api.alerts import alerts_of
 from services.controller.jobs.queue import placed
+from services.controller.store.records import NO_PLACE
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -73,3 +74,9 @@ def test_places_in_the_queue() -> None:
     assert found["c"] == (0, "the controller takes it up next")
     assert found["d"] == (2, "pool default runs one job at a time: a runs there, and 1 more comes before it")
     assert found["q"][0] is None
+
+
+def test_a_job_that_found_no_place_lets_others_of_its_pool_run() -> None:
+    reason = f"{NO_PLACE} within 300 s; tried again within 60 s"
+    found = {one.name: (one.place, one.waits) for one in placed([row("a", "queued", reason=reason), row("b")])}
+    assert found == {"a": (None, reason), "b": (None, "")}
