@@ -24,6 +24,8 @@ _FORMAT: Final = "1"
 """Begins each fingerprint, and is raised when the same files get another: releases compare only their own."""
 CHANGED: Final = "is not what it was when the job began"
 """Words of every reason that names a changed input."""
+OF_A_FILE: Final = "sha256:"
+"""Begins the version of a reward that is a fingerprint of its file."""
 _READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Suffixes of the files that loading a model, an adapter or a checkpoint reads."""
 _WHOLE_BYTES: Final = 2**26

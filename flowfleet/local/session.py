@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -22,19 +24,22 @@ from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import KEYS_FILE, Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.secrets import StackSecrets
-from flowfleet.local.stack import Stack, StackError, StateDir
+from flowfleet.local.stack import RELOADED, RunningProcess, Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
 from flowfleet.local.supervision.health import PROBE_TIMEOUT_S, grpc_serves
 from flowfleet.local.supervision.supervisor import Supervisor
 from flowfleet.process.proxies import direct_to_loopback
-from flowfleet.process.service import API_KEY
+from flowfleet.process.service import API_KEY, RPC_TOKEN
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.redis.server import command
+from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.tls import TLS_DIR
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.05
+DESCRIBE_S = 10.0
 
 
 def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
@@ -127,8 +132,8 @@ def stop_stack(state: StateDir) -> bool:
     return True
 
 
-def restart_process(state: StateDir, name: str, timeout_s: float) -> int:
-    """Ends one process of a stack, which the supervisor starts again, and returns its new pid once it serves. Raises
+def restart_process(state: StateDir, name: str, timeout_s: float) -> RunningProcess:
+    """Ends one process of a stack, which the supervisor starts again, and returns it once it serves. Raises
     StackError."""
     before, deadline = state.read(), time.monotonic() + timeout_s
     if before is None:
@@ -140,9 +145,29 @@ def restart_process(state: StateDir, name: str, timeout_s: float) -> int:
         process = now.processes[name]
         with contextlib.suppress(grpc.RpcError):
             if process.pid != before.processes[name].pid and grpc_serves(process.address, PROBE_TIMEOUT_S):
-                return process.pid
+                return process
         time.sleep(POLL_S)
     raise StackError(f"{name} does not serve again; the end of {state.log(name)}:\n{state.log_tail(name)}")
+
+
+def reload_reward(state: StateDir, name: str, timeout_s: float) -> int:
+    """Starts a reward again and accepts the version that it has then for the jobs of the stack. Returns its pid."""
+    file = state.path / RELOADED
+    before = json.loads(file.read_text()) if file.exists() else {}
+    write_atomically(file, json.dumps({**before, name: ""}))  # a job may ask it before its version is known here
+    try:
+        process = restart_process(state, f"reward-{name}", timeout_s)
+        token = secrets.read(state.secrets, "reward")[RPC_TOKEN]
+        before[name] = asyncio.run(_version(process.address, token))
+    finally:
+        write_atomically(file, json.dumps(before))
+    return process.pid
+
+
+async def _version(address: str, token: str) -> str:
+    async with open_channel(address, token=token) as channel:
+        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(channel)
+        return (await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_S)).version
 
 
 def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[str]:

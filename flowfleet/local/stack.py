@@ -45,9 +45,11 @@ LOCK_PATIENCE_S = 0.5
 """Others look at the lock for a moment."""
 CLEANUP_PATIENCE_S = 30.0
 PROC = Path("/proc")
+RELOADED = "reloaded.json"
+"""In a stack's directory: reward → version of its file that `rewards reload` accepted; "" while it starts again."""
 _FOLDERS = ("processes", "trainers", "logs", "redis", "secrets")
 _DATA = ("jobs", "uploads")
-_NAMES = frozenset({*_FOLDERS, *_DATA, "stack.json", "supervisor.pid", "keys.toml", "rewards.toml"})
+_NAMES = frozenset({*_FOLDERS, *_DATA, "stack.json", "supervisor.pid", "keys.toml", "rewards.toml", RELOADED})
 """Everything that a stack has in its directory."""
 
 

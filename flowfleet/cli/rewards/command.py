@@ -114,10 +114,10 @@ def reload(
     state_dir: Annotated[Path, typer.Option(help="Directory of the stack.")] = DEFAULT_STATE_DIR,
     json_: Json = False,
 ) -> None:
-    """Start a reward of this machine's stack again, with its files as they are now."""
-    from flowfleet.local.session import restart_process
+    """Start a reward of this machine's stack again, and accept its file as it is now for the stack's jobs."""
+    from flowfleet.local.session import reload_reward
 
-    pid = restart_process(StateDir(state_dir), f"reward-{name}", RELOAD_S)
+    pid = reload_reward(StateDir(state_dir), name, RELOAD_S)
     said = f"reward-{name} serves again (pid {pid}); `rewards set ID {name} --open-steps` scores open steps again"
     tell({"pid": pid}, json_, lambda: out.print(said, highlight=False))
 

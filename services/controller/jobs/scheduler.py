@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.job.fingerprints import change, inputs_of
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.stack import RELOADED
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
 from services.controller.concurrency import Changes, Children, end, wait
@@ -50,6 +52,7 @@ from services.controller.reading.places import NotAllowed
 from services.controller.retention.folders import JOBS, Folders
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
+from services.controller.rewards.files import RewardFiles
 from services.controller.rewards.gradients import GradientRewards
 from services.controller.rewards.job_rewards import JobRewards, modality_of
 from services.controller.rewards.metrics import RewardCalls
@@ -422,7 +425,7 @@ class JobScheduler:
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         deal = Deal(data.training, Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step))
         pool = RolloutPool(self._fleet, record.id, spec, shortage=self._directory.shortage)
-        scoring = self._scoring(spec, blobs)
+        scoring = self._scoring(record.id, spec, blobs)
         core = JobCore(record.id, machine, self._store, pool, scoring, directory)
         return JobContext(
             **vars(core),
@@ -442,12 +445,13 @@ class JobScheduler:
             pictures=Pictures(self._store, blobs, record.id, spec.schedule.keep_pictures),
         )
 
-    def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
+    def _scoring(self, job_id: str, spec: JobSpec, blobs: BlobStore) -> Scoring:
         job_rewards = JobRewards(
             self._directory,
             spec.timeouts.score_s,
             modality_of(spec),
             self._reward_calls,
+            RewardFiles(partial(self._store.rewards.file, job_id), self._settings.state_dir / RELOADED),
             patience_s=spec.timeouts.rewards_s,
             pending_s=spec.timeouts.pending_s,
         )

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -28,6 +29,7 @@ from services.controller.rewards.answers import Answer
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.composition import PREFERENCE, Composed, compose
 from services.controller.rewards.failures import RewardFailure, RewardPause, why_failed, why_pending
+from services.controller.rewards.files import RewardFiles
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
 
@@ -104,6 +106,7 @@ class JobRewards:
         deadline_s: float,
         modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
         calls: RewardCalls | None = None,
+        files: RewardFiles | None = None,
         patience_s: float = 1800.0,
         pending_s: float = 72_000.0,
         clock: Callable[[], float] = time.monotonic,
@@ -111,7 +114,7 @@ class JobRewards:
         self._directory = directory
         self._deadline_s = deadline_s
         self._modality = modality
-        self._calls = calls or RewardCalls(CollectorRegistry())
+        self._calls, self._files = calls or RewardCalls(CollectorRegistry()), files
         self._patience_s, self._pending_s = patience_s, pending_s
         self._clock = clock
         self._services: dict[str, RewardService] = {}
@@ -217,6 +220,8 @@ class JobRewards:
                 raise
             self._failed(name, part, count, attempt, failure)
             return None
+        if self._files and (changed := await self._files.changed(name, part.service_of(name), answers.values())):
+            self._pause(name, count, changed)
         outage.worked(self._clock())
         if pending := [answer.problem for answer in answers.values() if answer.fault == "pending"]:
             self._wait(name, part, count, attempt, pending[0])
@@ -232,9 +237,7 @@ class JobRewards:
             attempt.wait(name, why, now)
             attempt.check_due(name, now)
         if part.on_failure == "pause":
-            self.reset()
-            self._calls.gave_up(name, "pause", count)
-            raise RewardPause(why_pending(name, why, self._pending_s))
+            self._pause(name, count, why_pending(name, why, self._pending_s))
 
     def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
         """Raises the failure while the job waits for the reward, RewardPause if the job must pause. It is given
@@ -245,13 +248,16 @@ class JobRewards:
         is_away = now - since >= self._patience_s
         is_over = is_away or now - attempt.started >= self._patience_s
         if part.on_failure == "pause" and (is_over or (failure.permanent and not failure.may_heal)):
-            self.reset()
-            self._calls.gave_up(name, "pause", count)
-            raise RewardPause(why_failed(name, failure, self._patience_s if is_over else None, is_away))
+            self._pause(name, count, why_failed(name, failure, self._patience_s if is_over else None, is_away))
         if not is_over:
             raise failure
         if is_away:
             outage.give_up(now)
+
+    def _pause(self, name: str, count: int, reason: str) -> NoReturn:
+        self.reset()
+        self._calls.gave_up(name, "pause", count)
+        raise RewardPause(reason)
 
     def _cause(
         self,

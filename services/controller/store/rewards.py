@@ -21,6 +21,8 @@ from services.controller.store.reading import PENDING, REVISION, row_of, rows_of
 from services.controller.store.records import from_epoch
 
 LOAD_TTL_S = 30
+FILE = "rewards.file."
+"""Field of a job: the version of a service's file, by the service."""
 _APPLY = """
 if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return end
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
@@ -66,7 +68,16 @@ class Rewards:
         told = applied.model_dump(mode="json", include={"number", "from_step", "changes", "rewards", "shadows"})
         names = keys.job(job_id), keys.rewards(job_id), keys.events(job_id)
         pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS)
+        set_again = (n for n in applied.rewards if any(line.startswith(f"set {n} ") for line in applied.changes))
+        for name in set_again:  # with whatever file it has
+            pipe.hdel(keys.job(job_id), FILE + (applied.rewards[name].get("service") or name))
         notice(pipe, job_id)
+
+    async def file(self, job_id: str, service: str, found: str, *, accept: bool = False) -> str:
+        """Version of a service's file by which the job is scored: the first one, or one that was accepted since."""
+        store = self._redis.hset if accept else self._redis.hsetnx
+        await store(keys.job(job_id), FILE + service, found)
+        return (await self._redis.hget(keys.job(job_id), FILE + service) or b"").decode()
 
     async def history(self, job_id: str) -> list[RewardRevision]:
         """Returns the revisions that took effect, ascending, without the submitted one."""

@@ -222,6 +222,8 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         self.sizes: list[int] = []
         self.failed = 0
         """Calls that did not."""
+        self.version, self.refuses = "", ""
+        """Version of its answers; error of each sample."""
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
         return reward_pb2.DescribeResponse(**self.described)
@@ -231,8 +233,11 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
             self.failed += 1
             await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
         self.sizes.append(len(request.samples))
-        scores = [reward_pb2.RewardScore(sample_id=s.sample_id, score=self.score(s)) for s in request.samples]
-        return reward_pb2.ScoreResponse(scores=scores)
+        if self.refuses:
+            scores = [reward_pb2.RewardScore(sample_id=s.sample_id, error=self.refuses) for s in request.samples]
+        else:
+            scores = [reward_pb2.RewardScore(sample_id=s.sample_id, score=self.score(s)) for s in request.samples]
+        return reward_pb2.ScoreResponse(scores=scores, version=self.version)
 
 
 @dataclass

@@ -10,7 +10,9 @@ import grpc
 import pytest
 
 from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.rewards import RewardRevision
 from flowfleet.job.fingerprints import CHANGED
+from flowfleet.local.stack import RELOADED
 from flowfleet.proto import reward_pb2, trainer_pb2
 from services.controller.jobs import scheduler
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
@@ -120,4 +122,42 @@ async def test_what_the_trainer_and_a_replica_find_pauses_the_job(
         record = await fleet.reached(record.id, lambda record: record.reason.startswith("replica"))
         assert record.reason == f"replica r0: model.path: m {CHANGED}"
         sees.remove("replica")
+        await ended(fleet, record.id)
+
+
+@pytest.mark.parametrize("accepting", ["put back", "reload", "set"])
+async def test_another_file_of_a_reward_pauses_the_job_until_its_user_decides(
+    redis_url: str, tmp_path: Path, settings: dict[str, Any], accepting: str
+) -> None:
+    reward = ScriptedReward(by_index, name="ocr", version="sha256:aaa")
+    async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}) as fleet:
+        record = await fleet.submit(settings | {"schedule": {"steps": 40}})
+        await fleet.reached(record.id, lambda record: record.progress.step >= 1)
+        reward.described["version"] = reward.version = "sha256:bbb"
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert record.reason.startswith(f"rewards.ocr: its file {CHANGED} (sha256:aaa, now sha256:bbb): put the former")
+        await fleet.store.jobs.request(record.id, "resume")
+        record = await fleet.reached(record.id, lambda record: record.desired is Desired.PAUSED)
+        assert CHANGED in record.reason
+        if accepting == "put back":
+            reward.described["version"] = reward.version = "sha256:aaa"
+        elif accepting == "reload":
+            (tmp_path / "state" / RELOADED).write_text('{"ocr": "sha256:bbb"}')
+        else:
+            again = RewardRevision(number=1, rewards=record.spec["rewards"], changes=["set ocr {}"], open_steps=True)
+            await fleet.store.rewards.change(record.id, again)
+        await ended(fleet, record.id)
+
+
+async def test_a_file_that_a_scoring_process_finds_changed_pauses_the_job(
+    redis_url: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    reward = ScriptedReward(by_index, name="ocr", version="sha256:aaa")
+    reward.refuses = f"the file of my:score {CHANGED}"
+    async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}) as fleet:
+        record = await fleet.submit(settings)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert record.reason.startswith(f"rewards.ocr: the file of my:score {CHANGED}: put the former file back")
+        assert not record.results.get("samples_dropped")
+        reward.refuses = ""
         await ended(fleet, record.id)

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
+from flowfleet.job.fingerprints import CHANGED
 from flowfleet.proto.reward_pb2 import MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.pool import ProcessPool
@@ -224,6 +225,23 @@ def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
     ]
     assert isinstance(outcomes[4], Score)
     assert outcomes[4].value != os.getpid()
+
+
+def test_a_process_that_replaces_another_does_not_score_by_an_edited_file(folder: Path) -> None:
+    scorer = made(folder)
+    metrics = RewardMetrics("python", (0.0, 1.0), CollectorRegistry())
+    pool = ProcessPool(partial(make, "python", scorer.pinned, 1), 1, metrics, limits=scorer.process_limits)
+    crashing, sound = (EncodedSample.of(sample(text, Image.new("RGB", (8, 4)), text)) for text in ("crash", "abc"))
+    try:
+        (folder / "my_reward_functions.py").write_text(MODULE.replace("len(prompt)", "2 * len(prompt)"))
+        before = pool([sound], ())
+        after = [*pool([crashing], ()), *pool([sound], ())]
+        (folder / "my_reward_functions.py").write_text(MODULE)
+        again = pool([sound], ())
+    finally:
+        pool.close()
+    assert before == again == [Score(3.0)]
+    assert messages(after) == [f"the file of my_reward_functions:one {CHANGED}"] * 2
 
 
 def messages(outcomes: Sequence[Outcome]) -> list[str]:

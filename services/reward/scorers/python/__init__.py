@@ -35,6 +35,7 @@ from typing import Any, Final, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flowfleet.extras import pip_install
+from flowfleet.job.fingerprints import CHANGED, OF_A_FILE
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from services.reward.execution.evaluator import FAILED
 from services.reward.scorer import (
@@ -140,6 +141,8 @@ class PythonFunction(Scorer[Params]):
         self._settings = settings
         self.name = settings.name
         self.version = settings.version or _file_hash(settings)
+        self.pinned = settings.model_dump(mode="json", exclude_unset=True) | {"version": self.version}
+        self._is_changed = False
         self.modalities = (_MODALITY[settings.media],)
         self.score_range = score_range(settings.score_min, settings.score_max)
         self.components = settings.components
@@ -151,6 +154,9 @@ class PythonFunction(Scorer[Params]):
         """ValueError for a module that has no such function, or one of other arguments; whatever its import and its own
         `start` raise."""
         module, _, name = self._settings.function.partition(":")
+        self._is_changed = self.version.startswith(OF_A_FILE) and self.version != _file_hash(self._settings)
+        if self._is_changed:  # a process that replaces another one
+            return
         if self._settings.path is not None:
             sys.path.insert(0, str(self._settings.path.resolve()))
         with _printing_to_log():
@@ -167,6 +173,10 @@ class PythonFunction(Scorer[Params]):
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        if self._is_changed:
+            self.start()  # the former file may be back
+        if self._is_changed:
+            return [Problem(FAILED, f"the file of {self._settings.function} {CHANGED}")] * len(samples)
         return self.guarded(samples, lambda part: self._scored(part, dict(params)))
 
     def guarded(
@@ -259,7 +269,7 @@ def _file_hash(settings: PythonSettings) -> str:
         folders = list(spec.submodule_search_locations or [])
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return "unknown"
-    return f"sha256:{hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:HASH_DIGITS]}"
+    return f"{OF_A_FILE}{hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:HASH_DIGITS]}"
 
 
 class _LogLines:
