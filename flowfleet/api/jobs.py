@@ -50,6 +50,8 @@ class Progress(Answer):
     """How many of them have their scores."""
     reward: FiniteOrNone = None
     """Mean training reward of the last step."""
+    rewards_changed: list[int] = []
+    """Steps from which other rewards made up the total than before: rewards on both sides are not comparable."""
     held_out_reward: FiniteOrNone = None
     """Mean reward of the last validation."""
     images_per_second: FiniteOrNone = None

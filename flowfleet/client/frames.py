@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def metrics_frame(rows: Sequence[MetricsRow]) -> DataFrame:
-    """A row a step, indexed by it, and a column a metric; NaN where a step has none. ValueError without pandas."""
+    """A row a step, indexed by it, and a column a metric; NaN where a step has none. Where `critic/rewards/revision`
+    changes, other rewards make up the total. ValueError without pandas."""
     frame = _frame([{"step": row.step, **row.values} for row in rows], ["step"])
     return frame.set_index("step").astype(float)
 

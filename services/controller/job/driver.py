@@ -378,12 +378,15 @@ class JobDriver:
             return False
         whole = wish.open_steps and is_paused
 
+        asked = reward_set(wish)
+
         async def also(pipe: Any) -> None:
             first = self.machine.first_changed(unscored=is_paused, open_steps=whole)
             applied = wish.model_copy(update={"from_step": first})
-            await self.job.store.rewards.apply(self.job.job_id, applied, pipe)
+            is_break = asked.rewards != self.machine.rewards_at(first)
+            await self.job.store.rewards.apply(self.job.job_id, applied, pipe, is_break=is_break)
 
-        change = ev.RewardsChanged(number=wish.number, set=reward_set(wish), unscored=is_paused, open_steps=whole)
+        change = ev.RewardsChanged(number=wish.number, set=asked, unscored=is_paused, open_steps=whole)
         await self.emit(change, also=also)
         return True
 

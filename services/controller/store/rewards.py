@@ -28,6 +28,11 @@ if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return end
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('HSET', KEYS[1], 'rewards.active', ARGV[2])
 if redis.call('HGET', KEYS[1], 'rewards.revision') == ARGV[1] then redis.call('HDEL', KEYS[1], 'rewards.pending') end
+if ARGV[5] ~= '' then
+  local steps = cjson.decode(redis.call('HGET', KEYS[1], 'progress.rewards_changed') or '[]')
+  table.insert(steps, tonumber(ARGV[5]))
+  redis.call('HSET', KEYS[1], 'progress.rewards_changed', cjson.encode(steps))
+end
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*', 'type', 'rewards', 'data', ARGV[3])
 """
 
@@ -61,13 +66,14 @@ class Rewards:
         row = await self._redis.hget(keys.job(job_id), PENDING)
         return None if row is None else row_of(RewardRevision, row)
 
-    async def apply(self, job_id: str, revision: RewardRevision, pipe: Pipe) -> None:
+    async def apply(self, job_id: str, revision: RewardRevision, pipe: Pipe, *, is_break: bool = False) -> None:
         """Adds to a transaction that a revision, with its first step, is what the job has. Done again it does nothing,
-        and a wish that is newer stays."""
+        and a wish that is newer stays. `is_break`: totals of other steps are not comparable."""
         applied = revision.model_copy(update={"applied_at": from_epoch(await self._link.now())})
         told = applied.model_dump(mode="json", include={"number", "from_step", "changes", "rewards", "shadows"})
         names = keys.job(job_id), keys.rewards(job_id), keys.events(job_id)
-        pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS)
+        break_at = applied.from_step if is_break and applied.from_step is not None else ""
+        pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS, break_at)
         set_again = (n for n in applied.rewards if any(line.startswith(f"set {n} ") for line in applied.changes))
         for name in set_again:  # with whatever file it has
             pipe.hdel(keys.job(job_id), FILE + (applied.rewards[name].get("service") or name))

@@ -91,6 +91,15 @@ def test_show_folds_defaults_and_has_one_total_after_a_change(tmp_path: Path) ->
     assert len(text.splitlines()) < 30
 
 
+def test_a_list_says_since_when_the_reward_is_of_other_rewards() -> None:
+    for step, words in ((40, "0.500 "), (41, "0.500 since step 40"), (99, "0.500 since step 70")):
+        progress = {"step": step, "reward": 0.5, "rewards_changed": [40, 70]}
+        console = Terminal(file=io.StringIO(), color_system=None, width=400)
+        console.print(views.jobs_table([read(Job, {**JOB, "progress": progress})]))
+        assert words in shown(console)
+        assert ("since" in words) == ("since" in shown(console))
+
+
 def test_json_has_them_in_its_escapes() -> None:
     line = escaped(to_json({"a": EVIL, EVIL: [EVIL]}, indent=2))
     assert OBEYED.findall(line) == []

@@ -91,6 +91,7 @@ async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: A
         first.gates["3"].set()
         record = await fleet.succeeded(job_id)
         assert record.results["samples_trained"] == STEPS * 8
+        assert record.progress.rewards_changed == [4], "the shadow changed no reward"
         assert len(fleet.trainer.steps) == STEPS
         assert await versions(fleet, job_id) == {step: {"ocr 1" if step < 4 else "ocr 2"} for step in range(STEPS)}
         rows = await fleet.store.history.metrics(job_id)

@@ -197,7 +197,7 @@ def test_changed_rewards_break_the_curve_of_the_total(visit: Visit, site: Site, 
             revision = RewardRevision(number=number, changes=["…"], rewards=rewards, shadows=shadows, from_step=step)
             await store.rewards.change(job, revision)
             async with store.link.redis.pipeline(transaction=True) as pipe:
-                await store.rewards.apply(job, revision, pipe)
+                await store.rewards.apply(job, revision, pipe, is_break=number == 2)
                 await pipe.execute()
         return job
 
@@ -206,6 +206,10 @@ def test_changed_rewards_break_the_curve_of_the_total(visit: Visit, site: Site, 
     expect(charts.filter(has_text="rewards changed at step 7")).to_have_count(1)
     expect(charts.filter(has_text="rewards changed at")).to_have_count(1)
     expect(charts.first).to_contain_text("Reward")
+    curve = row_of(visit(""), "reweighted").locator("svg.spark")
+    expect(curve).to_have_attribute("aria-label", "Training reward; rewards changed at step 7")
+    expect(curve.locator("line")).to_have_count(1)
+    assert len(re.findall("M", curve.locator("path").get_attribute("d") or "")) == 2, "two lines, apart there"
 
 
 def test_who_may_only_look_has_no_buttons(visit: Visit, site: Site) -> None:

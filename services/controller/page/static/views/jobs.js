@@ -160,7 +160,7 @@ function Row({ job, index, style, isPicked, pick }) {
         <small title=${words}>${words}</small>
       </span>
       <span role="cell" class="curve">
-        <${Sparkline} values=${job.curve?.values ?? []} label="Training reward" />
+        <${Sparkline} ...${curveOf(job)} />
         <b>${number(progress.reward)}</b>
       </span>
       <span role="cell" class="figure">${number(progress.held_out_reward)}</span>
@@ -177,6 +177,13 @@ function Row({ job, index, style, isPicked, pick }) {
 }
 
 const left = ({ status, progress }) => (!ENDED.has(status) && progress.eta_s ? `${duration(progress.eta_s)} left` : "");
+
+/** Its training reward, apart where other rewards make up the total. */
+function curveOf({ curve, progress }) {
+  const changed = progress.rewards_changed ?? [];
+  const words = changed.length ? `Training reward; rewards changed at step ${changed.join(", ")}` : "Training reward";
+  return { values: curve?.values ?? [], label: words, breaks: changed.map((step) => step / (curve?.stride ?? 1)) };
+}
 
 /** Why it waits, else what it does, else why it ended. */
 function stateWords(job) {
