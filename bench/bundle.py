@@ -10,8 +10,6 @@ installed there, or is not needed: `av` where no video is made, `rapidocr` where
 says which version fits what is installed there: transformers 5.17 wants huggingface-hub below 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import lzma
 import os

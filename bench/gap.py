@@ -14,8 +14,6 @@ would clip. Each side runs in a process of its own. Weights are random, so the f
 random factors; variants named merged round it into the weights (`rollout.adapter`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

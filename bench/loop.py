@@ -12,8 +12,6 @@ phase does all of its work. Steps before `--warm-up` compile and are left out. T
 measured step.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -6,8 +6,6 @@ It predicts the peak of each row of those files that measured one (`train`, `loo
 settings. It needs no GPU and takes some 10 s of CPU time per row.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

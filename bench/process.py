@@ -1,7 +1,5 @@
 """Processes of a benchmark that serve until it ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,8 +10,6 @@ are the rollout service with a transformer alone. Times are medians of `--rounds
 receiver verified every parameter.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,8 +1,6 @@
 """A rollout replica as a real process for benchmarks: Redis, `python -m services.rollout`, and a trainer's end of its
 weight update."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import urllib.request

@@ -3,8 +3,6 @@
 A file has the machine, the command and a list of figures, one mapping per row of the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

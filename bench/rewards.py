@@ -8,8 +8,6 @@ ways take the same batch, one after the other, which makes the round's ratio rob
 medians over rounds. `samples_per_s` is the service's rate with all groups sent at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

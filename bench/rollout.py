@@ -13,8 +13,6 @@ Images per second are the median over calls after `--warm-up`: images of a call 
 ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

@@ -11,8 +11,6 @@ size is lowered (`FLOWFLEET_FP8_MIN_SIZE`) in every process. The table has the h
 as mean (least … greatest) over seeds, its difference to `plain`, and the gain in reward per 100 s of training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

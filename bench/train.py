@@ -10,8 +10,6 @@ and rank, milliseconds of forward and backward per window step and image, MFU, t
 Where memory does not suffice, the report says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

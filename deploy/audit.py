@@ -9,8 +9,6 @@ Package mirrors answer that they know nothing of a package, which pip-audit repo
 version that everybody knows to be vulnerable is asked for first.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """How long to wait before the next try of what failed."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final

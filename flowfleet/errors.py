@@ -16,8 +16,6 @@
 A message says what to change. It may travel to the caller; a message of any other exception never does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

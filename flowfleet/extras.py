@@ -1,7 +1,5 @@
 """Says how to install an extra where this Flowfleet came from."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

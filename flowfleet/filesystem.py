@@ -1,8 +1,6 @@
 """Names of files: in errors that lack them, under locales that cannot hold them; links to files; and proof that two
 processes see the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

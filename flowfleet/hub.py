@@ -10,8 +10,6 @@ FLOWFLEET_HUB_MODELS lists, unless HF_HUB_OFFLINE is 1; all other names must be 
 models and HF_ENDPOINT names another Hub.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 One place for both, so that the fleet can run whatever a submit accepts.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 MAX_PROMPT_BYTES: Final = 32 * 1024

@@ -1,7 +1,5 @@
 """A mapping that forgets what was used longest ago."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """The base of every table of settings: strict, frozen, without unknown keys. Says in words what is wrong with one."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

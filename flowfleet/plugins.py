@@ -4,8 +4,6 @@ A package names a module under the entry point group `flowfleet.plugins`; `load`
 calls do the rest. Only what an operator installed is ever imported: a job file can choose a name, never a module.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import entry_points
 

@@ -1,7 +1,5 @@
 """Ranks of values, as rank correlations and places in a group take them."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Seeds of all random numbers of a job, derived from its own. Pure: equal arguments give equal seeds everywhere."""
 
-from __future__ import annotations
-
 import hashlib
 
 

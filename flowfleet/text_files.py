@@ -1,7 +1,5 @@
 """Text files that users write: UTF-8, with or without the byte order mark that Windows writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

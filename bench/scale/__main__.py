@@ -7,8 +7,6 @@
 The table has latencies, the event loop's lag, and answers of REST; the lines after it what each process used.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import tempfile

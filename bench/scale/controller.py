@@ -3,8 +3,6 @@
 python -m bench.scale.controller LOAD_JSON LAG_FILE FLAGS…
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

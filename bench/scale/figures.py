@@ -1,7 +1,5 @@
 """Figures from what the processes noted. Notes are in seconds, figures in milliseconds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """Runs a rehearsal: Redis, simulated services, the controller, jobs; then takes the figures."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

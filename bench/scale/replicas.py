@@ -6,8 +6,6 @@ A Generate takes its time, then leaves in Redis what a real one leaves: a blob e
 and an entry a sample in the job's stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Servers of the simulated services, and their notes, which they write when they end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

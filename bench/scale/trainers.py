@@ -3,8 +3,6 @@
 python -m bench.scale.trainers LOAD_JSON READY_FILE
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ train     the trainer's own step on these sequences: GSPO, LoRA, packed rows; th
 steps after a warm-up.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

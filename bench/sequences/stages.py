@@ -1,7 +1,5 @@
 """The stages of `bench.sequences`, each alone in its process. The second reads what the first left in `--work`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

@@ -3,8 +3,6 @@
 `python -m docs.generate.algorithms` rewrites it, in the directory of the repository. Free of torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Pydantic models and dataclasses alike. Consecutive fields above one docstring share a row.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

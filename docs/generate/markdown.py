@@ -4,8 +4,6 @@ A generated part stands between two comments, `<!-- generated: name -->` and `<!
 generates parts is a command that calls `rewrite`, and a test asks `outdated` whether somebody forgot to run it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

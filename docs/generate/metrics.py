@@ -3,8 +3,6 @@
 `python -m docs.generate.metrics` rewrites them, in the directory of the repository.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `python -m docs.generate.models` rewrites it, in the directory of the repository. Free of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

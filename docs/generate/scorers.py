@@ -3,8 +3,6 @@
 `python -m docs.generate.scorers` rewrites them, in the directory of the repository.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

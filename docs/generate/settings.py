@@ -3,8 +3,6 @@
 `python -m docs.generate.settings` rewrites them, in the directory of the repository. Free of torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ A row is one (sample, step) pair. As with the policy losses nothing is reduced: 
 sums over rows. No log-prob, no advantage and no old policy is read, so it is no matter which sampler made the states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

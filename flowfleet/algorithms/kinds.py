@@ -4,8 +4,6 @@ A new kind is one `register_kind` next to its losses, and an objective of the tr
 below, never a kind by its name. Free of torch, for the controller.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

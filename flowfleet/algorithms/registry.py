@@ -7,8 +7,6 @@ a model of its settings. A new one is that function and one `register_step` or `
 each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ reward. Jobs find losses by name in `flowfleet.algorithms.registry`. With noise 
 x_s = (1 - s) x0 + s e, and the right velocity is e - x0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ defaults and bounds. Types such as `ClipRange` carry bounds and description of a
 that serves any loss reads a group by `LossSettings.of`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field

@@ -10,8 +10,6 @@ sigma 1 (l is minus infinity there), and it is left out in the step to sigma 0, 
 diffusers' scheduler. There is no log-probability.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

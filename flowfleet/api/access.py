@@ -1,7 +1,5 @@
 """Rights of API keys, sessions and uploads."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Base of the REST API's answers. The controller forbids unknown fields; the client ignores them (`read`)."""
 
-from __future__ import annotations
-
 import math
 from enum import StrEnum
 from typing import Annotated, Any, Self, TypeVar

@@ -1,7 +1,5 @@
 """Replicas, pools and rewards as the REST API shows them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from pydantic import ConfigDict

@@ -1,7 +1,5 @@
 """Jobs as the REST API shows them, with their progress, events and checkpoints."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from html import escape
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers of the REST API for the live page: jobs in a row each, and a job's course over time."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Errors of the REST API: application/problem+json, and the exception that the client raises."""
 
-from __future__ import annotations
-
 from flowfleet.api.answers import Answer
 
 

@@ -1,7 +1,5 @@
 """Revisions of a job's rewards, and how a shadow compares with a reward."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

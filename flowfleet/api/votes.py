@@ -1,7 +1,5 @@
 """People's votes on pairs of a job's samples, and reports on them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Turns what a user can do wrong on the command line into one readable message and exit code 1."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The `flowfleet` command, a thin face: jobs by `flowfleet.client`, the stack of this machine by `flowfleet.local`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """`flowfleet finish`, `extend`, `export` and `push`: a job's model kept and moved (docs/models-kept.md)."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Options and helpers that commands share: where they print and how they find the controller."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated

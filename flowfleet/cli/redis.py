@@ -1,7 +1,5 @@
 """`flowfleet redis-acl`: the commands that give an existing Redis a user for each kind of service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

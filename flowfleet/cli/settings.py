@@ -1,7 +1,5 @@
 """`flowfleet settings`: describes the settings of a job."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,8 +1,6 @@
 """`flowfleet submit --dry-run` shows the resolved job and each process that a local stack would start for it; `--check`
 reads its data from this machine, as the controller will when the job runs."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterable, Sequence

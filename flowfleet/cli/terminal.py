@@ -1,7 +1,5 @@
 """A console on which text of others stays text: prompts, what judges say, reasons."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Views of jobs, samples and processes that the command line prints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """`flowfleet votes`: shows the result of people's votes on a job's samples, and exports it (docs/votes.md)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

@@ -10,8 +10,6 @@ for job in archive.jobs():
     print(job.id, job.name, len(list(archive.metrics(job.id))))
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """How both clients find their controller, and what an answer or its absence means. Sends nothing."""
 
-from __future__ import annotations
-
 import os
 import ssl
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new job that continues another: with a job file from its model, without one from its checkpoint as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 manifest is written last. A folder that holds anything else is left alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable

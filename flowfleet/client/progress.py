@@ -1,7 +1,5 @@
 """A job's progress as people follow it: live on a terminal, a line a step elsewhere. Fed with the job's events."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

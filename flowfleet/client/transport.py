@@ -1,7 +1,5 @@
 """Requests to the REST API: retries while a controller is unreachable, pages, events, bodies as they come."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Data of a job that the controller cannot read, and that this machine has: uploaded, and named as uploads."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The client's part for people's votes: pairs to vote on, votes, what they come to, and preferences made of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

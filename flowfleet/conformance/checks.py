@@ -5,8 +5,6 @@ and `Skip` for what cannot be asked. A check looks at one rule and is lenient in
 service fails one check. A check that depends on another rule names it in `needs` and is skipped where that is broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks of a service's answer to Describe."""
 
-from __future__ import annotations
-
 import math
 
 import grpc

@@ -4,8 +4,6 @@ Whether they are right is seen by finite differences: along a gradient g, cut to
 score must rise by g · d per unit. The pictures lie well inside 0 to 1, so that no limit of the pixels is met.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

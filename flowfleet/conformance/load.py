@@ -3,8 +3,6 @@
 Scores exchanged in a large call train on noise, and no count and no id shows it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """The pictures, videos and texts that the suite sends: made here, the same each time."""
 
-from __future__ import annotations
-
 import functools
 import io
 import struct

@@ -4,8 +4,6 @@
 random tiny pipeline as well as of a real one, and raises AssertionError with what differs.
 """
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Checks of calls that a service must refuse, with a code and a message that says what to change."""
 
-from __future__ import annotations
-
 from grpc import StatusCode
 
 from flowfleet.conformance.checks import Remark, Skip, check, outcomes, require, require_refused

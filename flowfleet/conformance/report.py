@@ -1,7 +1,5 @@
 """Report of a run of the suite: one result per check."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """Checks of media: broken, of other kinds, huge, big, and many bytes in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import grpc.aio

@@ -1,7 +1,5 @@
 """Session of the checks: the options of a run, a channel, the samples, and the scores given so far."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

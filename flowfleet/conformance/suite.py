@@ -1,7 +1,5 @@
 """Suite of all checks, run in order against one address."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

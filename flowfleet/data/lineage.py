@@ -6,8 +6,6 @@ does not tell two histories apart: a Redis that lost its newest writes makes the
 requests.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, MutableMapping
 

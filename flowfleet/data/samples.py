@@ -1,7 +1,5 @@
 """The name of a sample, the same in logs, reward services and the trainer's messages."""
 
-from __future__ import annotations
-
 from flowfleet.proto.common_pb2 import SampleId
 
 

@@ -7,8 +7,6 @@ reason. `trim` removes only what every group has acknowledged: a trimmed undeliv
 turn the group's lag into NULL, which a scaler reads as 0. A consumer trims after every `TRIM_EVERY` entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The pictures that the demo leaves. One restrained look: little ink, few colors."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Fetches a finished job by REST, and summarizes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime

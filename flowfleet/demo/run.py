@@ -1,7 +1,5 @@
 """The demo from start to end: a fresh stack, one job by REST, its results on disk, the stack gone again."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """How sure a gain is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which accelerators this machine has, and the environment that shows a process some of them. Free of torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """torch.compile of a transformer's blocks, which must not fall back to eager without a word."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

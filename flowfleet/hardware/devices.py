@@ -3,8 +3,6 @@
 `FLOWFLEET_DEVICE` forces a kind; otherwise the first accelerator that torch can use is taken, else the CPU.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

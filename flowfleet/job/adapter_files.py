@@ -1,7 +1,5 @@
 """Which files a path holds that a LoRA job can start from (`model.adapter`). Free of torch: the controller asks too."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The registry chooses the model, so a plugin's loss is validated, described and stored as Flowfleet's own are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator

@@ -1,8 +1,6 @@
 """Why samples are dropped: the keys of a job's `samples_dropped`, and the label `reason` of
 `flowfleet_job_samples_dropped_total`. The runbook (docs/operations.md) says of each what to do."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 NON_FINITE_SUM = "non_finite_sum"

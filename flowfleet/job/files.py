@@ -1,7 +1,5 @@
 """Turns a job file into the job that is submitted: with command-line changes, paths found, defaults filled in."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Rollouts and trainers load the same model at different times. Files that are rep
 bases, which no later check sees.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ Format 0 named every setting of every loss, and settings that are gone. It is kn
 archive and a client of that release are all read.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import reduce

@@ -3,8 +3,6 @@
 It lists every file with its size and CRC-32, so that a copy can be checked wherever it went.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path, PurePosixPath
 from typing import Literal

@@ -1,7 +1,5 @@
 """Base of the parts of a job, and values that several of them have."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Mapping

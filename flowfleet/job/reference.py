@@ -3,8 +3,6 @@
 `flowfleet settings`, docs/settings.md and the hints at unknown settings read it. Free of torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Settings of earlier releases that are gone, and what to do in their place."""
 
-from __future__ import annotations
-
 import re
 
 _LIMIT = "algorithm.correction.low and .high bound the ratios of every mode but none"

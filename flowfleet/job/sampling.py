@@ -1,7 +1,5 @@
 """How rollouts sample: `[rollout]` and its tables."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, field_validator

@@ -1,7 +1,5 @@
 """How long a job runs, what it keeps, and how long it waits: `[schedule]` and `[timeouts]`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Tables of settings: read from TOML, YAML or JSON files that may extend each other, and changed by `key=value`."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the trainer updates weights: `[trainer]` and its tables."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

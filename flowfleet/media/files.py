@@ -5,8 +5,6 @@ Files may come from strangers: `open_media` reads the header only and refuses wh
 the first video: it takes a third of a second, and most jobs are of pictures.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A policy that games its reward (text scribbled everywhere, flat boards that a re
 classifier) shifts their means over the validation pictures long before anybody looks; honest learning hardly does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sounds of prompts as one channel of 16,000 samples a second. Files may come from strangers."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Answers in text: files of the media type "text/plain", which are UTF-8."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

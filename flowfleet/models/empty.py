@@ -4,8 +4,6 @@ What a model computes when it is made, such as the tables of rotary embeddings, 
 attributes that no `to_empty` knows of.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The safetensors of a checkpoint, mapped and not read: tensors by their stored names, rows of them, whole modules."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The embedding of a time by sines and two linears, as several transformers have it."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Requirements that a trainer has of a family's classes, asked before it trains."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final

@@ -7,8 +7,6 @@ Of a folder that has more, diffusers takes the index, transformers the single fi
 So is one whose files are missing or truncated. Free of torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 For what is decided by an age, or measured as a difference. Times that people read may be the wall clock's.
 """
 
-from __future__ import annotations
-
 import time
 
 _OFFSET_S = time.time() - time.monotonic()

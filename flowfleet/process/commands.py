@@ -1,7 +1,5 @@
 """Command lines of processes that more than one part must agree on. Pure and free of torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Keeps logs from growing for ever: those that a process writes by its standard output, and copies of what it logs."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from logging.handlers import RotatingFileHandler

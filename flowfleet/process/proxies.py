@@ -4,8 +4,6 @@ Our own clients of loopback ignore these variables. Libraries read them by thems
 traces), so a stack and its commands run with loopback among the exceptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -10,8 +10,6 @@ than its limit is stuck:
 So a slow machine is not taken for a stuck one, and the first piece of work of a kind is given its time.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 import time

@@ -8,8 +8,6 @@
 Exit codes: 0 after a drain, 1 on a failure, 2 when the user must change something (said on stderr).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import atexit

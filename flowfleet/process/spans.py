@@ -1,7 +1,5 @@
 """Spans by the OpenTelemetry SDK. Imported only where traces are on (traces.py)."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -4,8 +4,6 @@ Metric names are the field's own (`actor/ppo_kl`), turned into Prometheus style 
 as a label. Each service that has a registry makes one `JobMetrics` and hands it around: there is no global of ours.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -5,8 +5,6 @@ Known columns are the prompt's own, `images`, `audio`, `video`, `negative_prompt
 column is dropped silently.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

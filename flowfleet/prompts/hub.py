@@ -4,8 +4,6 @@ Files are streamed and nothing is written, because who reads for jobs may open n
 and `HF_TOKEN` opens gated data sets.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import PurePosixPath

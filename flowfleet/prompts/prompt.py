@@ -1,7 +1,5 @@
 """Prompts of a data set, and the media types of their files by suffix."""
 
-from __future__ import annotations
-
 import unicodedata
 from dataclasses import dataclass, field
 from pathlib import PurePath

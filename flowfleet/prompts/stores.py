@@ -1,7 +1,5 @@
 """Reads a data set on this machine with this process's own rights, for `flowfleet submit --check`."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

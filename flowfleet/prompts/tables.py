@@ -4,8 +4,6 @@ A few bytes of a table can stand for very many: a value that a dictionary or a r
 as many rows become Python objects at once as fit `SLICE_BYTES`, whatever each of them repeats.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Names of uploaded prompt files: `upload:SHA256/NAME`, by content, so that the same file has one name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePath
 

@@ -7,8 +7,6 @@ its commands on any of its keys. The default user is the operator's: it may do e
 Rewards have no user: they never connect to Redis. KEDA asks the controllers, not Redis.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Redis 6.2 appends to one file, `appendonly.aof`. Redis 7 has a folder, `appendon
 the files that follow it; it appends to the last of them.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ of the system's CAs; the certificate must be for the host of the URL. Client cer
 redis-py's names (`?ssl_certfile=…&ssl_keyfile=…`).
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The two prefixes differ, so that no job id can collide with a key of the fleet.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

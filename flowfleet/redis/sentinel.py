@@ -8,8 +8,6 @@ So clients follow a failover: until a new primary is elected a connection fails,
 any unreachable server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final

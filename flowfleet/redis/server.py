@@ -5,8 +5,6 @@ is in a config file that only the owner may read, never in argv. `RedisServer` r
 a supervisor takes `command(...)` and runs it itself.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

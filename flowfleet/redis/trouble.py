@@ -1,7 +1,5 @@
 """Explains why Redis does not serve, and what to change. Writes that must not be lost wait until it serves again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping

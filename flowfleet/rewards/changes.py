@@ -5,8 +5,6 @@ its params, and the name stays, so that curves, weights and gates continue. `Rew
 /v1/jobs/{id}/rewards.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

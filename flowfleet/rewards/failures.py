@@ -3,8 +3,6 @@
 The controller asks rewards for scores, the trainer for gradients.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final, Literal
 

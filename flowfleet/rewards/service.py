@@ -14,8 +14,6 @@ that are not finite, limits, cancelled calls, health, TLS and the drain on SIGTE
 across calls, pools of processes and metrics see services/reward.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools

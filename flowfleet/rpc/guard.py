@@ -4,8 +4,6 @@ A call ends with UNAUTHENTICATED when its token or certificate is not the fleet'
 of its caller may not call the method (kinds.py), and with INVALID_ARGUMENT when its request is not a message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -15,8 +15,6 @@ certificate with the DNS name `<kind>.<FLOWFLEET_TLS_NAME>` is of that kind; one
 fleet's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -10,8 +10,6 @@ another certificate, a wrong name, CA or purpose, or an expired certificate is a
 running, such files are logged and the last good ones stay in use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -4,8 +4,6 @@ The place is written after each event. A follower that was killed, or lost its c
 that it took; what it took is never handed over again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

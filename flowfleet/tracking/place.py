@@ -1,7 +1,5 @@
 """Place of a follower: the run that it writes, and how far it is. A small file, replaced whole after each event."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

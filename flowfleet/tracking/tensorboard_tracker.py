@@ -4,8 +4,6 @@ When a follower resumes, each file begins with the first step that the place doe
 later records of the files before, so what was written in the moment of a kill is not doubled.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Interface of a tracker, which takes a job's settings, steps, validations and end."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

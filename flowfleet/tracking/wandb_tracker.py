@@ -1,7 +1,5 @@
 """Weights & Biases, online or offline (`WANDB_MODE`): W&B's own process keeps the key and the connection."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime

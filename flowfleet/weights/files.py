@@ -1,7 +1,5 @@
 """Files of weights that are the same bytes whenever they hold the same weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A published adapter is a safetensors blob whose keys are those of `pytorch_lora_
 weight update use the same names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any

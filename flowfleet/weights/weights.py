@@ -6,8 +6,6 @@ broadcast and adapter blob alike, a replica then calls `verify` on the parameter
 version only after that. The adapter's own part is in `flowfleet.weights.lora`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

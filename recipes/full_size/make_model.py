@@ -7,8 +7,6 @@ autoencoder and the scheduler. The tokenizer is the tiny model's: the template's
 bytes. `prompts.txt` holds prompts whose embeddings are 128 tokens long, each with four letters to write in quotes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

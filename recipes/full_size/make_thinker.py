@@ -5,8 +5,6 @@ sounds. The tokenizer is the tiny Thinker's, so that a word is a token; of the m
 few.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import Qwen3OmniMoeThinkerConfig

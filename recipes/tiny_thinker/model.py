@@ -7,8 +7,6 @@ label with probability `WRONG`, so that the model learns to see colors and to an
 reinforcement learning then has something to repair.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -6,8 +6,6 @@
 The folders have the layout that the authors publish. `hunyuan_image3_instruct` has the Instruct model's template.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 the transformer in `ema.safetensors` and FLUX's VAE, by its authors' names, in `ae.safetensors`; 0.6 M parameters.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

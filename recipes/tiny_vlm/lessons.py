@@ -3,8 +3,6 @@
 `word_rise` measures. It labels the lessons, and checks the judge and what it trains by other means than a judge.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

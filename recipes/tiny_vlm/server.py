@@ -7,8 +7,6 @@ Answers as vLLM does: `logprobs` and `top_logprobs` (20 at most) of the answer's
 is served with vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import binascii

@@ -6,8 +6,6 @@ Supervised, on rendered signs, with the rubric's own question and the answer tha
 is right on signs that it has not seen. Equal seeds and threads give equal bytes on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

@@ -3,8 +3,6 @@
 Exit codes: 0 after a drain, 1 on a failure, 2 when the user must change something (said on stderr).
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The app factory: wires settings, Redis, job store, runner and routes. Nothing lives outside the app that it makes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Waiting for several things at once, all or nothing, ending what runs, and bounding it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable

@@ -1,7 +1,5 @@
 """How much one job, and all jobs together, may ask of the fleet and of this controller. Checked at submit. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

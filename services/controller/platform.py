@@ -1,7 +1,5 @@
 """Where the fleet runs, from the settings: processes of this machine, or pods of a Helm release."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry

@@ -1,7 +1,5 @@
 """Interface of the part that runs jobs, for the REST API. The two meet here and in the store, nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """`python -m services.reward --scorer ocr`: one scorer as a gRPC service."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -1,7 +1,5 @@
 """Base of the scorers of answers: finds the reference in the metadata, and the part of an answer that counts."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ where w_ij is how often i was preferred to j; a tie is half a preference each wa
 concave, so scores are unique, finite and of mean 0 even where a sample won or lost each of its comparisons.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

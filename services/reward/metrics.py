@@ -1,7 +1,5 @@
 """Metrics of the reward service, labeled by scorer."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """The RewardService: checks a call, hands its samples to the engine, and answers with one outcome a sample."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The settings of a scorer, as the service's flags give them: a file, and changes on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

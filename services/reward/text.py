@@ -5,8 +5,6 @@ case. Distance: 0 if the target is contained in the text read, else Levenshtein'
 Score = 1 − distance / len(target). Source: flow_grpo's `OcrScorer`.
 """
 
-from __future__ import annotations
-
 import unicodedata
 
 from rapidfuzz.distance import Levenshtein

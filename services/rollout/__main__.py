@@ -1,7 +1,5 @@
 """`python -m services.rollout`: one replica. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

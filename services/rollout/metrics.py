@@ -1,7 +1,5 @@
 """Prometheus metrics of a replica."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge

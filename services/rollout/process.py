@@ -1,7 +1,5 @@
 """A replica's life: parts made and wired, served until SIGTERM, drained, closed."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -1,8 +1,6 @@
 """A replica's entry in the fleet: renewed while its engine works and written whenever it changes. It expires soon
 after its replica."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

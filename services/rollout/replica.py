@@ -1,7 +1,5 @@
 """A replica's parts around its engine: the service on a gRPC server, and the replica's entry in the fleet."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import uuid

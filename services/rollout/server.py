@@ -8,8 +8,6 @@ GetStatus reports the live version. The standard health service reports less: th
 makes progress, so that a replica that waits for its first weights is not restarted.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress

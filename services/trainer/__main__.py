@@ -5,8 +5,6 @@ On one machine ranks are forked from a process that has imported this module (fl
 torchrun there is one rank. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

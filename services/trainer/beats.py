@@ -6,8 +6,6 @@ controller in `GetStatus`; the other ranks report to rank 0 through the store at
 decides (services/controller/job/trainer/hangs.py): clocks of ranks are never compared.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -14,8 +14,6 @@ Everything is in `model.dtype`, as the rollouts served it when the job was valid
 `flowfleet.json` and the model card say which.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

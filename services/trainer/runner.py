@@ -3,8 +3,6 @@
 A command outlives the call that asked for it: a controller that was killed asks again and joins what is running.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable

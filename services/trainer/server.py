@@ -1,7 +1,5 @@
 """TrainerService on rank 0: checks requests against the record, then has all ranks execute them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ The first rank that fails by itself writes; ranks that fail because another one 
 each pod has a file of its own, and the controller tells such a message from a log's end by how it begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ An update waits for the denoising step at work, not for the whole batch: between
 Nothing that sampling reads is changed by an update, so a batch that waited makes the same bits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

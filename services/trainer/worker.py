@@ -1,7 +1,5 @@
 """Executor of commands on one rank. All ranks execute the same commands in the same order; rank 0's results count."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Losses and algorithms that follow a teacher's steps or a reward's gradient."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind

@@ -1,7 +1,5 @@
 """Losses and algorithms on velocities at new noise over finished samples."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

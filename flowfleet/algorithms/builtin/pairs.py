@@ -1,7 +1,5 @@
 """Losses and algorithms on pairs of a better and a worse sample."""
 
-from __future__ import annotations
-
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.algorithms.settings import Beta, PairwiseSettings
 

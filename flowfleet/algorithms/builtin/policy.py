@@ -1,7 +1,5 @@
 """Reverse steps, and the losses and algorithms on the log-probs of noisy steps."""
 
-from __future__ import annotations
-
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
 from flowfleet.algorithms.registry import Algorithm, Loss, Step, register_algorithm, register_loss, register_step
 from flowfleet.algorithms.settings import AdvantageClamp, ClipRange, NatsSettings, PolicySettings, TrustRegionSettings

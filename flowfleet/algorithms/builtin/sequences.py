@@ -1,7 +1,5 @@
 """Losses and algorithms of policies that write tokens."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from flowfleet.algorithms.builtin.policy import TWO_UPDATES

@@ -1,7 +1,5 @@
 """Matching losses that compare the samples of a group: a micro-batch holds whole groups (`Loss.needs_groups`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ no stored steps. `algorithm.likelihood` chooses the weights. Errors are means ov
 level gives one row. Old and current policy see the same noise, which cancels most of its variance in their ratio.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -5,8 +5,6 @@ number of sequences that an update has on all ranks. `SequenceRows.divisors` say
 so that a mean over all tokens of the update needs no other code than a mean over each sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Cost of a sequence's length in its reward: DAPO's soft overlong punishment. Free of torch."""
 
-from __future__ import annotations
-
 
 def overlong_penalty(num_tokens: int, max_tokens: int, share: float) -> float:
     """Rises linearly from 0 to 1 in the last `share` of `max_tokens` (https://arxiv.org/abs/2503.14476, equation 13,

@@ -1,7 +1,5 @@
 """`flowfleet doctor`: prints a line for each need of a stack, a client or a job, with advice."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of a controller: is it reachable, does it take our key and speak our version, has it what jobs need?"""
 
-from __future__ import annotations
-
 import importlib.metadata
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Finding of one check of the doctor. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum

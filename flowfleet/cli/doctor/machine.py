@@ -3,8 +3,6 @@
 Imports of extras stay inside the checks, so that the base install has a doctor too.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

@@ -1,7 +1,5 @@
 """`flowfleet rewards`: those of a running job, shown, compared and changed (docs/rewards.md)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

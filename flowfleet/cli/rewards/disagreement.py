@@ -7,8 +7,6 @@ disagreements are ordered by the difference of the standardized scores (the scor
 deviation in the group).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

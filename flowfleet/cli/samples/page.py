@@ -5,8 +5,6 @@ nothing and run nothing, so a prompt may contain any text. Two views of the same
 the other members.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import re

@@ -1,7 +1,5 @@
 """Asks a reward service for scores, in calls as a controller makes them, and compares them with earlier ones."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Address of a reward to try: of a running service, or of one that is started for the trial."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

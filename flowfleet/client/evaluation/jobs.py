@@ -5,8 +5,6 @@ prompts, seeds and settings (docs/evaluation.md).
         print(model.label, model.score("reward"), model.score("ocr"))
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import time

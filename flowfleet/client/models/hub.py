@@ -3,8 +3,6 @@
 The user's own login counts (HF_TOKEN, `hf auth login`), and HF_ENDPOINT where it is set.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Reads the base file by file, so that memory holds one of its files at a time. Wh
 the file system can, else copied.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

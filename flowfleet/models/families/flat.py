@@ -5,8 +5,6 @@ its class attribute `stored`). Trainers then read their rows from the files, and
 unchanged next to the trained ones.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen3: text models, dense and as mixtures of experts."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM

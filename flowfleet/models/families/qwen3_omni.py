@@ -1,7 +1,5 @@
 """Qwen3-Omni's Thinker: text from text, pictures, sounds and films."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final

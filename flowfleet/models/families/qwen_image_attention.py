@@ -5,8 +5,6 @@ stays outside compiled graphs. On CUDA a kernel joins the queries of both stream
 values of a stream are projections of one input, which float8 linears quantize once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

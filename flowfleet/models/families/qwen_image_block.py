@@ -4,8 +4,6 @@ Elsewhere, with other linears and for pictures with condition images, diffusers'
 reference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.models.transformers import transformer_qwenimage

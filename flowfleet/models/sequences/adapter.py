@@ -6,8 +6,6 @@ forward as one row without padding: positions start over with each, and none see
 forward for drawing tokens.
 """
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

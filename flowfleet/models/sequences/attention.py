@@ -5,8 +5,6 @@ take one compute all of them. Here a layer's attention is one causal call per se
 computed exactly as in a rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """A prompt with its media, decoded and as a model takes it. Free of transformers and diffusers, as flows need it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

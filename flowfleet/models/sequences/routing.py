@@ -5,8 +5,6 @@ notes the indices, or puts others in their place and scores them by the same log
 scored so: each router's own choice is compared at its first use, because another formula would replay wrong weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final

@@ -5,8 +5,6 @@ hidden) and `down_proj` (experts, hidden, width). An output layer that is tied t
 Files of Qwen3-Omni's Thinker have no name for its language model; those of the whole Qwen3-Omni begin with `thinker.`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

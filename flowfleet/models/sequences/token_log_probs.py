@@ -1,7 +1,5 @@
 """Log-probs of tokens from hidden states, a chunk of tokens at a time: no logits of a whole row are ever held."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -4,8 +4,6 @@ Names are those of the release's alerts (deploy/helm/flowfleet/files/alerts.yaml
 waits before it fires; this list shows the present state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from flowfleet.api.fleet import Fleet, Health

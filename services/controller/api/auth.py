@@ -7,8 +7,6 @@ refused. A browser sends its session's cookie by itself, so a request with a coo
 our own page.
 """
 
-from __future__ import annotations
-
 import re
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Reads a JSON body from someone who may be careless or hostile: bounded in size, depth and number of values."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

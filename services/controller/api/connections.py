@@ -6,8 +6,6 @@ that has waited longest gives way to a new one; a connection with a request in p
 request in progress: it may be silent as long as it likes, but the number of streams is limited.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import weakref

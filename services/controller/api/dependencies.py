@@ -1,7 +1,5 @@
 """Services that request handlers work with: made once by the app factory, handed in by FastAPI."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ hands it to every stream. While nothing changes it does nothing, however many st
     sessions and keys, every CHECK_S ──► streams of those that ended
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -10,8 +10,6 @@ when it changes, so a removed key opens nothing from the next request on:
 The file holds digests, so whoever reads it cannot use the keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

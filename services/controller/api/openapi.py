@@ -1,7 +1,5 @@
 """The OpenAPI page, made exact where FastAPI cannot know: the job's schema, and errors as problems."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI

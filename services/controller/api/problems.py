@@ -3,8 +3,6 @@
 A message of the project's own exceptions travels to the client; of any other exception it stays in the log.
 """
 
-from __future__ import annotations
-
 import http
 import json
 import logging

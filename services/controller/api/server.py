@@ -2,8 +2,6 @@
 take up new certificates, and to bound its connections (connections.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

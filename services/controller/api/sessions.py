@@ -4,8 +4,6 @@ Every controller that serves REST knows a session. It ends by logout, after `SES
 revoked. Redis never holds a token, so whoever reads Redis cannot use a session.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Server-sent events: a job's own, each with its id so that a client can resume, and all that the page shows in one."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Slows down callers who guess keys."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

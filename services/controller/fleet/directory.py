@@ -3,8 +3,6 @@
 It changes while jobs run, so callers look up an address for each call.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol

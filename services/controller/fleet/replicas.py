@@ -6,8 +6,6 @@ stays on its replica. Everything is indexed by pool and by job, so a choice cost
 whatever the size of the fleet.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace

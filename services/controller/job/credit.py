@@ -1,7 +1,5 @@
 """Credits each sample of a step in its update: with an advantage, or its place in a pair. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 `requests.py` completes them, the same for both.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from flowfleet.algorithms.sequences.overlong import overlong_penalty

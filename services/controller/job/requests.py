@@ -1,7 +1,5 @@
 """Requests to rollouts and trainer, made from the job's spec. Pure but for reading the references of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 

@@ -19,8 +19,6 @@ The driver (driver.py) emits Sampled as samples arrive, and retries failed comma
 run again after a crash.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import assert_never
 

@@ -13,8 +13,6 @@ loop, so a healthy job costs two writes when it is taken up. A loop that is held
 supervisor starts another one, which finds the field.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json

@@ -4,8 +4,6 @@
 Prometheus never sees half a look. Series of replicas and jobs that are gone vanish with the old families.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 

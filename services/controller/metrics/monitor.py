@@ -1,7 +1,5 @@
 """Looks at fleet, jobs, streams and Redis every few seconds, and shows what it sees to Prometheus."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@ the controller that counts them. A pool without a job is forgotten an hour after
 choose its name.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

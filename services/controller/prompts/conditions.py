@@ -6,8 +6,6 @@ each at the aspect ratio of the first line's image at that place. This is strict
 ratios share a grid. But the rule needs no model, and users can make data that keep it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import gcd
 

@@ -1,7 +1,5 @@
 """Which prompt a group of a step gets: a pure function of the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

@@ -6,8 +6,6 @@ was last asked for. Condition images are stored once a job, and go with it. A pr
 its samples, and stay for their day as other samples' pictures do.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

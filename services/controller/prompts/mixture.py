@@ -5,8 +5,6 @@ one offset a step decides all sources (systematic sampling), and the offsets of 
 ratio, so that the total of any stretch of steps stays within about a group of its share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Reads what a job's data name, where the operator lets it (places.py), by a process without secrets (reader.py)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

@@ -5,8 +5,6 @@ users cannot open it, and nothing changes it. It goes with the last job that nam
 submitted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -11,8 +11,6 @@ against what it is there for:
 The controller adds its own part: it cannot be dumped, so that no process of its user reads its memory or environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ipaddress

@@ -12,8 +12,6 @@ What is read may take far more memory than it has bytes, so the process has a li
 the machine has none left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import ipaddress

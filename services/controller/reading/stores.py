@@ -5,8 +5,6 @@ descriptions of services and the certificates. Its event loop runs in the main t
 threads that run already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

@@ -1,7 +1,5 @@
 """Copies an ended job to the operator's archive (flowfleet/client/archive.py). Doing it again writes the same files."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Files of jobs below the state directory: removes a job's, and measures how much there is. Blocking."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ continued by the next one. All that is written is fenced by the leader's term. W
 operator has an archive; while that cannot be written nothing is removed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

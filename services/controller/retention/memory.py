@@ -1,7 +1,5 @@
 """How full Redis is. Submits are refused above one share of its memory, running jobs pause above a higher one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

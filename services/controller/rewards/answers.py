@@ -1,7 +1,5 @@
 """Checks a reward service's answers, sample by sample. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Cuts samples into calls that a reward service takes. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

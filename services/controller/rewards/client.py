@@ -4,8 +4,6 @@ It fills one replica before it asks the next, so that replicas that are not need
 asked last for a while.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence

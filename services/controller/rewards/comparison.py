@@ -9,8 +9,6 @@ zero_std       share of groups of two or more whose scores are all equal: such a
 latency        of the calls, in seconds, as the controller sees them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

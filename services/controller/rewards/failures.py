@@ -1,7 +1,5 @@
 """Decides what a job does when a reward gives no scores: it tries again, or pauses."""
 
-from __future__ import annotations
-
 import grpc
 
 from flowfleet.rewards import failures

@@ -4,8 +4,6 @@ The trainer applies nothing then and says why. The step is sent again, less and 
 has passed since the first failure; then the job pauses, as for a reward that gives no scores.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 

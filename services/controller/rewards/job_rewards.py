@@ -7,8 +7,6 @@ scores are pending until `timeouts.pending_s` has; then its `on_failure` decides
 and the answers so far are in memory: a controller that was restarted begins again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """How the rewards answer, as the controller sees them: with the network and the wait in between."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter as Counted

@@ -1,7 +1,5 @@
 """Since when a reward fails, and what may be tried meanwhile. Pure, seconds of a monotonic clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Metrics of each reward by itself: its raw scores, before clip, weight and gates. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 

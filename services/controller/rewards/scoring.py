@@ -1,7 +1,5 @@
 """A job's samples at its rewards: fetches their pictures, and bounds how many are there at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 """Tries a reward's params in one small call before steps depend on it: a service says only when it scores what is wrong
 with them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

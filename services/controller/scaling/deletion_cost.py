@@ -4,8 +4,6 @@ so each pod's cost is the work it has; a removed pod drains (SIGTERM) all the sa
 The cost grows with the logarithm of the outstanding samples, so it changes seldom, and few pods are updated at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator

@@ -11,8 +11,6 @@ samples wait for a replica, not while finished ones wait for the trainer, and st
   reward has one at least while such a job of any pool names it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

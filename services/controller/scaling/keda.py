@@ -9,8 +9,6 @@ token, so this port only tells demand. A stream ends by itself now and then, for
 broke, and forgets that only when one ends well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

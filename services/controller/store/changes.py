@@ -1,8 +1,6 @@
 """How controllers tell each other at once what they would find at their next look: a job was submitted or steered, or
 the demand is another one. Nothing depends on a message: all who listen also look by themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 Each step is one field, kept as long as samples of that step or an earlier one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

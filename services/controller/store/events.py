@@ -1,7 +1,5 @@
 """A job's events, as people see them. A change and its event are one transaction (`add_event`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """History that a job leaves as it runs, for people: metrics by step, checkpoints, validations."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from flowfleet.api.jobs import Checkpoint, MetricsRow

@@ -1,7 +1,5 @@
 """Records of jobs: submitted, asked to pause, resume or stop, and their status."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

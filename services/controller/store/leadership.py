@@ -10,8 +10,6 @@ that in the transaction itself. It also checks the number, which is smaller wher
 lease that expired while Redis was unreachable is taken back unless another controller took it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

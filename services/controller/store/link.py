@@ -1,7 +1,5 @@
 """The store's way to Redis: its client, its clock, and transactions that only the controller that leads may make."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Jobs as a list shows them, read without their specs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

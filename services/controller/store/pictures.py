@@ -5,8 +5,6 @@ those that people vote on. The others are deleted when their step has ended; a b
 is decided. Deciding again, as after a crash, deletes the same pictures.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection, Mapping
 

@@ -4,8 +4,6 @@ Unknown fields are ignored. A record whose format is newer, whose status or wish
 a broken field is shown with its status as stored and a reason that says so. Nothing else is refused because of it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -6,8 +6,6 @@ because a replica may still write what it began. A controller that dies in betwe
 same list clears what an ended job only needed while it ran.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ Writes after the last noted number, of about the last second, may be lost withou
 head of its ledger (ledger.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ event of the job's ledger (driver.py), in one transaction with what is written h
 whichever controller dies between wish and event.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

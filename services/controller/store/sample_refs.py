@@ -6,8 +6,6 @@ that have either. A step enters the set in the transaction that stores its first
 deletes its keys.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 For each purpose one hash (reference → record) and two sorted sets: by reference, which is by step, and by reward.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

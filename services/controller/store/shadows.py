@@ -1,7 +1,5 @@
 """Scores of a job's shadows: rewards that are tried, each next to the reward that it is compared with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Literal

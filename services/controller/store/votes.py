@@ -4,8 +4,6 @@ A group is in one of two hashes, by whether it lacks votes, and its votes are a 
 They outlive the job's end, as other history does, and leave Redis with the job.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Literal
 

@@ -7,8 +7,6 @@ A group is complete when it has the votes that it wants, and they connect all of
 chain of votes compares would be arbitrary. No voter gets a pair of a group twice, but to measure consistency.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

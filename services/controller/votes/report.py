@@ -1,7 +1,5 @@
 """How far voters agree with themselves, with one another and with the other rewards. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

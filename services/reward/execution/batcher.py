@@ -7,8 +7,6 @@ bounded in samples and bytes: beyond, `submit` raises `QueueFull`. A request who
 passed) leaves the queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Encoded media to samples, with limits that are checked in the header, before any pixel is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 many samples and bytes and no more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Sequence

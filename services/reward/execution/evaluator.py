@@ -7,8 +7,6 @@ Media that cannot be decoded, a score that is not finite and a sample on which t
 has at most `MAX_DECODED_PIXELS`, which bounds memory.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """Units of a batch that must stay together: single samples, or whole groups for a scorer that compares them."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence

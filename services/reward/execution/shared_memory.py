@@ -1,7 +1,5 @@
 """Memory that two processes share, for what is too large for a pipe."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

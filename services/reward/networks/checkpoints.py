@@ -4,8 +4,6 @@ A checkpoint is a folder in the layout of Hugging Face transformers with its wei
 `.pt`, `.pth`) are never read, and no code that a folder may carry is run. Every error names the setting to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

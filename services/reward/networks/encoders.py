@@ -1,7 +1,5 @@
 """Vision models as encoders: pictures to vectors, with gradient where it is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Wraps another project's library for a scorer: imports it, hashes its files, averages pictures' scores."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The resizing is PIL's: torch's with `antialias` has the same kernels. PIL rounds its result to 8 bits, this does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

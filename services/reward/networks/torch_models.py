@@ -4,8 +4,6 @@ A scorer checks its folders when it is made, so that a wrong one ends the servic
 the process that scores.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ aiohttp, because what a call costs in CPU bounds what one service can ask: httpx
 pool at every step of a call.
 """
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every call pays a share into the budget and every retry takes one out (as Finagl
 at most that share of all calls in the long run.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Final
 

@@ -5,8 +5,6 @@ before any request is sent, all would leave late and together. Their answers wou
 fixed latency would idle in between, forever. A task that takes a turn here first lets the requests before it leave.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 

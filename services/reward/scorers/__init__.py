@@ -4,8 +4,6 @@ A folder holds one scorer, or a family that shares code: `scorer.toml` describes
 package has `make(name, settings, num_threads)`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any, Final

@@ -12,8 +12,6 @@ on its own, in fewer passes where blocks are compiled, or merged into copies of 
 (flowfleet/quantization/adapted.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from weakref import WeakSet
 

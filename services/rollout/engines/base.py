@@ -7,8 +7,6 @@ the methods that change weights only while nothing samples.
 Randomness comes from the seeds of a request alone, so a repeated request makes the same samples bit for bit.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

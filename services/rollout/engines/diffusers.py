@@ -1,7 +1,5 @@
 """The diffusers engine: the adapter of a flow on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m services.rollout.engines.follower FD PID`: one further device of the replica PID; see followers.py."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

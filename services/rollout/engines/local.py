@@ -4,8 +4,6 @@ Everything that touches the model runs on that thread in the order asked for. So
 and a weight change never meets a forward.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import abstractmethod

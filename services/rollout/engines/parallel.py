@@ -8,8 +8,6 @@ A rank that fails in a forward leaves the others waiting inside it. Then the run
 all others are rejected, and the process ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -5,8 +5,6 @@ mask rules out the fastest attention kernels. Batches follow from the request, s
 bits.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

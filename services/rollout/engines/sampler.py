@@ -4,8 +4,6 @@ Rows are batched in (group, index) order; every row's initial latents and noise 
 at `max_batch` rows and its prompts are padded to the longest of them, so a repeated request makes the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ last projection the shares are gathered, so that every rank returns the whole ve
 The ranks are those of torch's default group.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta

@@ -6,8 +6,6 @@ per token from its own seed, so the other rows of the batch do not matter. After
 computes the log-probs of each sequence alone, so that a trainer which does the same gets equal bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

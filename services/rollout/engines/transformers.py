@@ -1,7 +1,5 @@
 """The transformers engine: the adapter of a policy that writes text, on one device. The reference for other engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowfleet.models.sequences.adapter import SequenceAdapter

@@ -5,8 +5,6 @@ published. While a batch is published the engine makes the next. A request that 
 of the weights begins before its first step: another call gets it under the new version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

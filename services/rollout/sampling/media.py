@@ -5,8 +5,6 @@ the request's size: cropped around the center to its aspect ratio, then resized;
 taken, evenly spaced from the first to the last.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ A training sample is appended to the job's trajectory stream once all its blobs 
 previews and validation samples have nothing to train on and go back to the caller alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

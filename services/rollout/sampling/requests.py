@@ -1,7 +1,5 @@
 """From the wire's GenerateRequest to the engine's request. What a client can get wrong is said here, as ValueError."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args

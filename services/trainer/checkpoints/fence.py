@@ -8,8 +8,6 @@ It may also sleep between its last check and the action after it. So an action o
 or moves something into it: the next trainer takes these folders away before it reads anything else.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

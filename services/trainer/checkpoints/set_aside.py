@@ -3,8 +3,6 @@
 Only the newest `KEPT` of them stay, and they are the first to go when a checkpoint has no room.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

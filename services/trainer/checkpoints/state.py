@@ -1,7 +1,5 @@
 """`state.json` of a checkpoint: all state except tensors; sizes and digests of the files, its own included."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model card of an export: how to load it, which weights it holds, and what the controller told of its training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

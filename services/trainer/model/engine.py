@@ -7,8 +7,6 @@ are cast to `model.dtype` for the forward; their gradients are reduced in fp32. 
 Else each transformer is an FSDP root, and its blocks are FSDP units.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

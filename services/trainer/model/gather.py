@@ -6,8 +6,6 @@ of c rows, already in the dtype that travels; one all-gather brings the slots of
 they are copied to their places. So a bucket costs a handful of calls, however many parameters it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

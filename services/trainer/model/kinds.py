@@ -1,7 +1,5 @@
 """Differences between a flow and a model that writes text, as far as the engine is concerned."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

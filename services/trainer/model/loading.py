@@ -4,8 +4,6 @@ A transformer comes without weights (`load_format="empty"`), is sharded, gets me
 holds all of it: a checkpoint's files are mapped, and a rank reads only its own rows of a sharded parameter.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

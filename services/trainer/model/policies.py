@@ -10,8 +10,6 @@ part of every checkpoint. A teacher is an adapter in fp32 that never moves, read
 Copies hold this rank's shards and lie on its device. To use a policy, its shards are written into the model's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Names and shapes are compared with those of the job before anything is loaded. E
 each factor, in float32: an export has the rounding of its `model.dtype`, a checkpoint has none.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

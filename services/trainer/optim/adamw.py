@@ -5,8 +5,6 @@ second at the first step of even a small model. Only checkpoints see the moments
 ranks can read them. See moments.py for where they are kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ scale halved. The rule is that of torch's GradScaler, but for its start: that fo
 a latent element is about 1/16 where GradScaler's 65,536 would still lose that of a video.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ be updated in place. When the next pieces are requested, the store puts the mome
     8bit    a byte per element and a scale per block (quantized.py), next to the weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ without signs a positive number never becomes 0, because a second moment of 0 wo
 elsewhere, blocks never cross rows. FSDP shards by rows, so codes and scales mean the same on any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -4,8 +4,6 @@ Both replace a block's `forward` in place, so that names of parameters stay. The
 before FSDP, whose hooks stay outside. Checkpointing comes first, then `compile_blocks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Literal

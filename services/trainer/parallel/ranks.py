@@ -4,8 +4,6 @@ Collectives of the model run on the device's backend. Commands and agreement run
 wait for the next command has no practical limit: a paused job may be silent for days. Nothing here pickles.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

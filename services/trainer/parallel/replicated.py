@@ -6,8 +6,6 @@ the fp32 masters. After a backward its gradients are added up in fp32; they are 
 tensor holds all parameters, so that copying or reducing takes one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -5,8 +5,6 @@ rank holds whole (replicated.py) is a DTensor on a mesh of replicas with one sha
 optimizer treat both alike.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

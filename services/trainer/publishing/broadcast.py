@@ -6,8 +6,6 @@ incarnation) stay the same. Every wait is bounded by the group's timeout or the 
 reports a failure, or whose connection ends, stops the attempt at once, because NCCL would wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -9,8 +9,6 @@ are independent. A replica that already serves exactly these weights (job, versi
 trainer's own ranks, where they sample, take the adapter in process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

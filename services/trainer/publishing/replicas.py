@@ -1,7 +1,5 @@
 """Rollout replicas as the publisher calls them: every call with a deadline, every failure a sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping

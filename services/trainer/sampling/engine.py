@@ -5,8 +5,6 @@ lies next to it in `model.dtype`, as every replica has it, and changes when a ve
 fp32 masters never reaches a sample. Text encoders and VAE are loaded as in a rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any

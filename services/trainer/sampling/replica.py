@@ -1,7 +1,5 @@
 """A rank's membership in the fleet: a gRPC server of its own, from the job's first configuration to the end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

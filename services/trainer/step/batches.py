@@ -14,8 +14,6 @@ Deterministic, for losses that recompute the rollout's log-probs: a micro-batch 
 its forward repeats the rollout's bit for bit.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

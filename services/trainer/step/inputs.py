@@ -3,8 +3,6 @@
 Everything here happens before any weight changes; whatever is wrong says which sample it is.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """How a step's samples are checked, planned and read, by what they keep: noisy steps, final latents or tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The place counts updates as if every step had all of its own and none were skipp
 one schedule, and it ends with the job whatever samples were dropped.
 """
 
-from __future__ import annotations
-
 import math
 
 from flowfleet.job.spec import JobSpec

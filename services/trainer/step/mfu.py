@@ -1,7 +1,5 @@
 """Model FLOPs utilization of a step: its rows' cost (flowfleet/planning/flops.py) over time and the devices' peak."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast

@@ -5,8 +5,6 @@ go forward as one row without padding. A rank keeps its sequences in all passes.
 transformers engine computes its log-probs.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import chain

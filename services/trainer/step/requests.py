@@ -1,7 +1,5 @@
 """Checks of requests before any blob is read. Each error names the sample or the field that is wrong."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

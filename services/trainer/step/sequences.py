@@ -1,8 +1,6 @@
 """A step's sequences on their way to tensors: this rank's share of the blobs, read and checked. As inputs.py does for
 flows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sums behind a step's metrics: of this rank while it trains, over all ranks at the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ A row is one (sample, round) pair of the objective: a noisy step, or a noise lev
 its rows on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -9,8 +9,6 @@
 `max_latent_size` in `config.json` may be too small: the table of positions in the weights decides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

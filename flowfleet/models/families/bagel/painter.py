@@ -4,8 +4,6 @@ Latents travel packed, (B, T, 4Z) with T = (H/16)(W/16) tokens of 2x2 latent pix
 The transformer reads the prompt itself, so prompt embeddings are its token ids, exact in float32: (B, L, 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final

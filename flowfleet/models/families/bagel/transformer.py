@@ -11,8 +11,6 @@ and their rotation are in float32.
 A painted picture has one rotary position, that after its text. Timesteps are sigma, from 0 to 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

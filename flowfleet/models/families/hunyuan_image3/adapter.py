@@ -6,8 +6,6 @@ the published guidance: the prompt's own sequence with `<cfg>` in the place of i
 with text is a sequence of its own. Guidance is n + s (p − n); published: s = 5, 50 steps, shift 3.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

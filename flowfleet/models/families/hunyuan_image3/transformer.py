@@ -12,8 +12,6 @@ the experts of a layer, which are two tensors with one row an expert: so FSDP2 s
 expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self

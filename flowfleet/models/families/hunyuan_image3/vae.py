@@ -5,8 +5,6 @@ Convolutions pad with zeros on all sides. Blocks are resized by moving pixels in
 that averages or repeats channels, as in DC-AE, https://arxiv.org/abs/2410.10733. Names are those of published files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """REST: what a job left behind: events, metrics, checkpoints, samples and their pictures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

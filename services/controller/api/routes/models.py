@@ -1,7 +1,5 @@
 """REST: the trained model of a job, file by file."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """REST: what the page shows first, jobs in a row each, and the one stream that tells it of every change."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response

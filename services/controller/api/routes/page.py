@@ -4,8 +4,6 @@ The page names its files by a digest of all of them, so browsers keep them for a
 digest of another release gets this release's file, uncached: during an upgrade two controllers answer one browser.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mimetypes
 from functools import cache

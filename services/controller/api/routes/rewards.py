@@ -1,7 +1,5 @@
 """REST: the current, requested and former rewards of a job, and how its shadows compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fastapi import APIRouter, Request

@@ -1,7 +1,5 @@
 """REST: who asks and what they may do; login and logout of browsers."""
 
-from __future__ import annotations
-
 import logging
 
 from fastapi import APIRouter, Request, Response

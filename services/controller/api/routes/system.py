@@ -1,7 +1,5 @@
 """REST: the fleet, health, version and metrics of the controller."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """REST: prompt files of users, for jobs of a controller that does not see the user's files."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """REST: people's votes on pairs of a group: who wants them, which pair is next, a vote, and what votes come to."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """ComputeAdvantages: compare each sample with its group and store the request to train."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Final

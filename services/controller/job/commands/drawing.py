@@ -1,7 +1,5 @@
 """Draws samples with one call to a replica, the same way for every kind of request."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowfleet.errors import DataLoss

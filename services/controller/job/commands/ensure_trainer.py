@@ -1,7 +1,5 @@
 """EnsureTrainer: find or start the trainer."""
 
-from __future__ import annotations
-
 import grpc
 
 from flowfleet.data.lineage import follow

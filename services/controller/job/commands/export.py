@@ -1,7 +1,5 @@
 """Export: write the trained model."""
 
-from __future__ import annotations
-
 from flowfleet.proto import trainer_pb2
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev

@@ -1,7 +1,5 @@
 """Generate: sample what groups lack."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

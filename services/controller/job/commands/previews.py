@@ -9,8 +9,6 @@ dropped sample, all of a group in one transaction of the ledger, so that it is m
 before it makes the same previews again, from the same seeds and weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 

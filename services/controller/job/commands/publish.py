@@ -1,7 +1,5 @@
 """Publish: bring the newest version to every replica."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Score: ask the rewards about a complete group."""
 
-from __future__ import annotations
-
 from services.controller.job import requests
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev

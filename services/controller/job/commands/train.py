@@ -1,7 +1,5 @@
 """TrainStep: update the model once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from functools import partial

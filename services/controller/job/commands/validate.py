@@ -1,7 +1,5 @@
 """Validate: sample and score the held-out prompts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from services.controller.job.commands.validation import Validation

@@ -1,7 +1,5 @@
 """Held-out prompts: sampled without noise from seeds that never change, scored as training samples are."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Commands of the state machine: what should be running. A frozen dataclass each, so that a set can hold them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

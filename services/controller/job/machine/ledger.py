@@ -10,8 +10,6 @@ last one raises RolledBack and changes nothing: Redis has lost acknowledged writ
 another history than what Redis holds. The job then resumes from what Redis holds.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

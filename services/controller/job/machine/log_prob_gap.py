@@ -1,7 +1,5 @@
 """Steps that a job pauses after: rollout and trainer disagree (`rollout.max_log_prob_gap`), or it taught nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flowfleet.algorithms.settings import RatioSettings

@@ -25,8 +25,6 @@ are sampled meanwhile (batch.py). Where a job evaluates averaged weights, a vali
 its evaluated weights, for validation alone, then those that sample.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice

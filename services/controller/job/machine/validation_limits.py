@@ -19,8 +19,6 @@ The page's mark (page/static/lib/signs.js) asks the eye instead: it compares lat
 four, also of training samples, image statistics and the held-out reward itself, and stops nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from flowfleet.job.spec import JobSpec, RewardPart

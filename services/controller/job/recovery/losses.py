@@ -6,8 +6,6 @@ same version makes the same bits, which keep the score that they have. A sample 
 any more, so the replay goes without a lost sample.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Decides what follows when a command's remote call fails: a pure table, to be read and tested without a network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

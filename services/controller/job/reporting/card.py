@@ -1,7 +1,5 @@
 """The controller's part of a model card: how the training went, as far as it is known when the model is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,8 +1,6 @@
 """How far the step at work is: samples made and scored, told as they grow and seldom enough that a job's events stay
 few. Pure but for its clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import NamedTuple

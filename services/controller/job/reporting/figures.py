@@ -1,7 +1,5 @@
 """Figures of a step's rewards and advantages, made once with its request to the trainer. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -4,8 +4,6 @@ A line is appended whole and reaches the disk before the step counts as trained,
 between finds it and writes it no second time. A last line that a crash left incomplete is cut off.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Metrics have the names that the field uses in its charts (docs/metrics.md). Nothing here decides anything.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import statistics

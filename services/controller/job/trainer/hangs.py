@@ -9,8 +9,6 @@ rule 2   A rank hangs when it has given no sign for longer than its phase allows
 rule 3   Time without a check does not count: a controller that was suspended accuses no rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

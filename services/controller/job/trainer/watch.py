@@ -4,8 +4,6 @@ Asks rank 0 for the progress of all ranks twice a second, which also keeps an un
 because it heard nothing. services/controller/job/trainer/hangs.py judges.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,8 +1,6 @@
 """Checks a job at submit against what only the controller knows: the files that exist, what its model can do, and its
 rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks of a job's prompts and of the media that they name."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Checks of what a job's model can do."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Opens a job for its driver: fetches what it reads before its first step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Error that says what a job must change to run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowfleet.errors import InvalidRequest

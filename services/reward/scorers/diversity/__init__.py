@@ -8,8 +8,6 @@ does. A sample alone in its group scores 0. Of a video e is the vectors of at mo
 other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

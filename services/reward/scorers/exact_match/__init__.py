@@ -1,7 +1,5 @@
 """`exact_match`: the answer is the reference, up to case, white space, punctuation at its ends and Unicode's forms."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping
 from typing import Any

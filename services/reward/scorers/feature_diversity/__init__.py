@@ -4,8 +4,6 @@ The formula is that of the scorer `diversity`, with e the pooled output of a DIN
 takes DINOv3 ViT-L/16. Of a video e is the mean over at most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ masks what is around an object before its color is looked at; here its box is cu
 are the means over at most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean

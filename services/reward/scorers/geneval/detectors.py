@@ -7,8 +7,6 @@
 Pictures of one size share a forward pass, so that none is padded and a score does not depend on its neighbors.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,6 @@ An excluded object of which the numbers wanted do not speak counts as well: 1 wh
   unless they are excluded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

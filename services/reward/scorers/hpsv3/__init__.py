@@ -5,8 +5,6 @@ model from a folder, then reads the checkpoint; nothing is downloaded or unpickl
 in float32 on CPUs. The score of a video is the mean over at most 8 frames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

@@ -11,8 +11,6 @@ character of the media once more.
 - `single`: one sample: {"image", "media_type", "prompt", "metadata", "params"} to {"score": x, …}.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ restart loses nothing. It calls REST as the Python client does: FLOWFLEET_URL, F
 and FLOWFLEET_CA.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ none, softened.
 The parts are clipped as there: a part that is full, or empty, has no gradient.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

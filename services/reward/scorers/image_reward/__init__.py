@@ -5,8 +5,6 @@ folder. Nothing is downloaded, and torch reads the pickle by its restricted unpi
 a video is the mean over at most 8 frames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import pickle

@@ -6,8 +6,6 @@ compressibility. flow_grpo divides compressibility by 500 besides; give the rewa
 Of a video the size is the mean over at most 8 evenly spaced frames, each as a JPEG of its own.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ because the library's timer needs their main thread, and because a formula may d
 the process.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Mapping

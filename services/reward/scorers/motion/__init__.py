@@ -15,8 +15,6 @@ Exactly, with colors in 0 … 1, frames t = 0 … F − 1, and positions as frac
 its ground scores 0.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

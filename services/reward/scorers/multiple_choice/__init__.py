@@ -5,8 +5,6 @@ The last of these counts, in this order of preference: `\\boxed{B}`, `<answer>B<
 running text is never taken for a choice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final

@@ -4,8 +4,6 @@ Graves et al., "Connectionist Temporal Classification" (ICML 2006), equations 6 
 the sum over all frame-wise paths that collapse to it, by the forward recursion over the labeling with blanks between.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ONNX models inside the `rapidocr` wheel, in sessions of ours whose threads sleep between runs."""
 
-from __future__ import annotations
-
 import logging
 from importlib.metadata import version
 from importlib.util import find_spec

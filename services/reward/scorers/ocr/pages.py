@@ -4,8 +4,6 @@ Detection gives a slanted box a line; each box is straightened and read by itsel
 other pictures nor on other lines. Running the detector and turning its map into boxes are RapidOCR's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

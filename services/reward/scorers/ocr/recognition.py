@@ -5,8 +5,6 @@ without smoothing. Here each picture is scaled by itself and a batch holds equal
 decoding its output are RapidOCR's.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

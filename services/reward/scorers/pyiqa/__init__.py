@@ -6,8 +6,6 @@ and torch reads pickles by its restricted unpickler alone, which runs no code. O
 at most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

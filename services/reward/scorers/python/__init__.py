@@ -18,8 +18,6 @@ loads what it needs; what that raises ends the service. With `gradient` the func
 service's process: gradient.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

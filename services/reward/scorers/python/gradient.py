@@ -8,8 +8,6 @@ because the gradient taken is that of their sum. `Score` asks the same function,
 no finite gradient at 0: add a small number there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

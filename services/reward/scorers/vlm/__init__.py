@@ -5,8 +5,6 @@ from the text), and then `mass` and `entropy`; in pairs `win_rate`, `comparisons
 orders of a pair got the same answer); of rankings `rankings`, how many a sample was in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The question is "output only the text"; target, distance and score are those of 
 and components are the means over a few evenly spaced frames.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ large. What goes wrong becomes an error that leaves the trainer unharmed: Reward
 send the step again, RewardRefused where somebody must change something first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import itertools

@@ -8,8 +8,6 @@ So the activations of decoding one large picture, or some small ones, are in mem
 was asked once for a step is read again (store.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

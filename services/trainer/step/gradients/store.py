@@ -5,8 +5,6 @@ answer now. The folder's name is of the step's request and of all before it, so 
 another one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

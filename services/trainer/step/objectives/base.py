@@ -1,7 +1,5 @@
 """Interface between the update loop (services/trainer/step/update.py) and an objective."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ samples of its own: so the weights are switched once a teacher. Which micro-batc
 since a forward of a sharded model is collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import cast

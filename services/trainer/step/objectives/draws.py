@@ -6,8 +6,6 @@ one side of the experts' boundary: the side is drawn for each (step, update, rou
 levels, and rows inside it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ gradient. In return a reward that fails leaves everything as it was, and no acti
 for. In the update a row's loss has minus the reward as its value, and its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

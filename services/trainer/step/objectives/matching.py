@@ -4,8 +4,6 @@ Old and reference velocities come first, in one pass through all micro-batches f
 switched once a policy, and every rank gathers in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

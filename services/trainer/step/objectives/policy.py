@@ -4,8 +4,6 @@ Every forward is the rollout's own: the adapter's `velocity` on the stored laten
 the stored next latents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Every forward is the adapter's `log_probs` on a packed row; one forward has all 
 at the level of sequences needs no pass of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal, cast
