@@ -2,9 +2,9 @@
 
 An algorithm is a name for a combination: a reverse step, a window, a loss and an advantage, each of which a job may
 still choose itself. A step is a formula that rollout and trainer evaluate, a loss a function that the trainer calls and
-a model of its settings. A new one is that function and one `register_step` or `register_loss`, a new algorithm one
-`register_algorithm`, in flowfleet/algorithms/builtin or in a plugin (flowfleet/plugins.py). docs/extending.md shows
-each.
+a model of its settings. A new one is that function and one `register_step` or `register_loss`, in
+flowfleet/algorithms/builtin or in a plugin (flowfleet/plugins.py). A new algorithm is a table of algorithms.toml there,
+or one `register_algorithm` of a plugin. docs/extending.md shows each.
 """
 
 from collections.abc import Callable, Mapping

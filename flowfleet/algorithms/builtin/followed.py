@@ -1,9 +1,9 @@
-"""Losses and algorithms that follow a teacher's steps or a reward's gradient."""
+"""Losses that follow a teacher's steps or a reward's gradient."""
 
 from pydantic import Field
 
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
-from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.registry import Loss, register_loss
 from flowfleet.algorithms.settings import DistillationSettings, GradientSettings, NoiseLevelSettings, NumNoiseLevels
 
 _DISTILLATION = "flowfleet.algorithms.distillation"
@@ -66,30 +66,3 @@ for _loss in (
     Loss("srpo", f"{_GRADIENT}:srpo", "gradient", settings=SrpoSettings),
 ):
     register_loss(_loss)
-
-for _algorithm in (
-    Algorithm(
-        "diffusion_opd",
-        "DiffusionOPD",
-        "https://arxiv.org/abs/2605.15055",
-        "Distills one or several teachers into one policy, by each step's KL on its own samples; without a reward.",
-        loss="diffusion_opd",
-        defaults={"rollout.noise.type": "sde", "rollout.window.strategy": "all"},
-    ),
-    Algorithm(
-        "refl",
-        "ReFL",
-        "https://arxiv.org/abs/2304.05977",
-        "Follows the gradient of a reward through the decoder and one late denoising step.",
-        loss="refl",
-    ),
-    Algorithm(
-        "srpo",
-        "SRPO",
-        "https://arxiv.org/abs/2509.06942",
-        "Follows the gradient of a reward at any noise level, by images that known noise was added to.",
-        loss="srpo",
-        defaults={"rollout.noise.eta": 0.0},
-    ),
-):
-    register_algorithm(_algorithm)

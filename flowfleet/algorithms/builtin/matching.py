@@ -1,11 +1,11 @@
-"""Losses and algorithms on velocities at new noise over finished samples."""
+"""Losses on velocities at new noise over finished samples."""
 
 from typing import Literal
 
 from pydantic import Field
 
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
-from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.registry import Loss, register_loss
 from flowfleet.algorithms.settings import (
     AdvantageStd,
     Beta,
@@ -22,7 +22,6 @@ from flowfleet.algorithms.settings import (
 _MATCHING = "flowfleet.algorithms.matching.losses"
 _LIKELIHOOD = "flowfleet.algorithms.matching.likelihood"
 _GROUPS = "flowfleet.algorithms.matching.groups"
-_ODE = {"rollout.noise.eta": 0.0}
 
 
 class NearOldPolicyPart(OldPolicyPart):
@@ -115,47 +114,3 @@ for _loss in (
     ),
 ):
     register_loss(_loss)
-
-for _algorithm in (
-    Algorithm(
-        "diffusion_nft",
-        "DiffusionNFT",
-        "https://arxiv.org/abs/2509.16117",
-        "Flow matching towards the better samples and away from the worse, by any sampler and without log-probs.",
-        loss="diffusion_nft",
-        defaults={**_ODE, "trainer.ema.decay": 0.9},
-    ),
-    Algorithm(
-        "awm",
-        "AWM",
-        "https://arxiv.org/abs/2509.25050",
-        "Flow matching weighted by advantages, as the clipped surrogate of PPO.",
-        loss="awm",
-        defaults={**_ODE, "trainer.ema.decay": 0.99},
-    ),
-    Algorithm(
-        "elbo_pg",
-        "ELBO policy gradient",
-        "https://arxiv.org/abs/2602.04663",
-        "The proximal exact policy gradient of a likelihood that finished samples give.",
-        loss="elbo_pg",
-        defaults={**_ODE, "trainer.ema.decay": 0.9},
-    ),
-    Algorithm(
-        "dgpo",
-        "DGPO",
-        "https://arxiv.org/abs/2510.08425",
-        "Prefers the better samples of each group to the worse ones, all at one noise.",
-        loss="dgpo",
-        defaults={**_ODE, "trainer.ema.decay": 0.9},
-    ),
-    Algorithm(
-        "crd",
-        "CRD",
-        "https://arxiv.org/abs/2603.14128",
-        "Makes the model's own reward follow the given one, both centered in their group.",
-        loss="crd",
-        defaults={**_ODE, "trainer.ema.decay": 0.9},
-    ),
-):
-    register_algorithm(_algorithm)

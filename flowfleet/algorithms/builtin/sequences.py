@@ -1,10 +1,10 @@
-"""Losses and algorithms of policies that write tokens."""
+"""Losses of policies that write tokens."""
 
 from typing import Literal
 
 from flowfleet.algorithms.builtin.policy import TWO_UPDATES
 from flowfleet.algorithms.kinds import OBJECTIVES, Kind, register_kind
-from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.algorithms.registry import Loss, register_loss
 from flowfleet.algorithms.settings import (
     AdvantageClamp,
     AdvantageStd,
@@ -54,35 +54,3 @@ for _loss in (
     Loss("grpo", f"{_SEQUENCES}:grpo", "sequence", settings=GrpoSettings, defaults=TWO_UPDATES),
 ):
     register_loss(_loss)
-
-for _algorithm in (
-    Algorithm(
-        "gspo",
-        "GSPO",
-        "https://arxiv.org/abs/2507.18071",
-        "PPO's clipped surrogate on the ratio of whole sequences, per token.",
-        loss="gspo",
-    ),
-    Algorithm(
-        "grpo",
-        "GRPO",
-        "https://arxiv.org/abs/2402.03300",
-        "PPO's clipped surrogate on the ratio of each token, with advantages relative to a group.",
-        loss="grpo",
-    ),
-    Algorithm(
-        "dapo",
-        "DAPO",
-        "https://arxiv.org/abs/2503.14476",
-        "GRPO that clips less above, averages over tokens, and costs sequences that come near the limit.",
-        loss="grpo",
-        defaults={
-            "algorithm.kl_coef": 0.0,
-            "algorithm.clip_range": 0.28,
-            "algorithm.clip_range_low": 0.2,
-            "algorithm.aggregation": "token",
-            "algorithm.overlong_share": 0.2,
-        },
-    ),
-):
-    register_algorithm(_algorithm)
