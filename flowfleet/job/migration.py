@@ -5,78 +5,21 @@ archive and a client of that release are all read.
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
 from flowfleet.job.removed import replacement
 
-_CORRECTION = {"mode": "none", "low": 0.5, "high": 2.0, "level": "step"}
-_OLD_POLICY = {"rate": 0.001, "max": 0.5, "delay": 0}
-ALGORITHM: dict[str, Any] = {
-    "clip_range": 1e-05,
-    "clip_nats": None,
-    "clip_range_low": None,
-    "clip_nats_low": None,
-    "step_weights": "uniform",
-    "kl_threshold": 1e-05,
-    "kl_threshold_nats": None,
-    "beta": 0.1,
-    "likelihood": "velocity",
-    "proximal": True,
-    "old_kl_coef": 0.0,
-    "num_noise_levels": 4,
-    "sigma_sampling": "shifted",
-    "sigma_low": 0.02,
-    "sigma_high": 0.98,
-    "old_policy": _OLD_POLICY,
-    "advantage_mode": "all",
-    "align_step": 0.4,
-    "discount_shift": 3.0,
-    "positive_words": [],
-    "negative_words": [],
-    "relative_weight": 0.0,
-    "reward_ceiling": None,
-    "pairs_per_group": 1,
-    "reward_combination": "sum",
-    "advantage_std": "global",
-    "advantage_clamp": 5.0,
-    "aggregation": "sequence",
-    "overlong_share": 0.0,
-    "diversity": None,
-    "teachers": {},
-    "best_of": None,
-    "kl_coef": 0.0,
-    "kl_gate": {"rewards": []},
-    "kl_reference": {"every": None, "threshold": None},
-    "kl_reward": 0.0,
-    "old_log_probs": "first_forward",
-    "correction": _CORRECTION,
-}
+_FORMAT_0: dict[str, Any] = json.loads(Path(__file__).with_name("format_0.json").read_text(encoding="utf-8"))
+ALGORITHM: dict[str, Any] = _FORMAT_0["algorithm"]
 """Settings of `algorithm` in format 0, with the schema's defaults."""
-REMOVED: dict[str, Any] = {
-    "algorithm.clip_nats_low": None,
-    "algorithm.kl_threshold_nats": None,
-    "algorithm.kl_gate.share": 0.1,
-    "algorithm.old_kl_coef": 0.0,
-    "algorithm.old_policy.every": 1,
-    "algorithm.old_policy.samples": True,
-    "algorithm.correction.joint": False,
-    "algorithm.correction.normalize": "none",
-    "algorithm.correction.reject_low": None,
-    "algorithm.correction.reject_high": None,
-    "rollout.on_drop": "refill",
-    "rollout.sequence.top_p": 1.0,
-    "trainer.base_gradients": "fp8",
-    "trainer.lora.merge": False,
-    "trainer.optimizer.final_lr": 0.0,
-}
+REMOVED: dict[str, Any] = _FORMAT_0["removed"]
 """Dotted settings of format 0 that are gone, with their defaults."""
-BY_LOSS: dict[str, dict[str, Any]] = {
-    "awm": {"algorithm.old_kl_coef": 1.0},
-    "crd": {"algorithm.old_policy.samples": False},
-}
+BY_LOSS: dict[str, dict[str, Any]] = _FORMAT_0["by_loss"]
 """The same where a loss had another default."""
 _OF_SOURCES = ("prompt_column", "ignore_columns")
 ADVICE = (

@@ -6,10 +6,12 @@
 import difflib
 import json
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import annotated_types
@@ -19,51 +21,7 @@ from pydantic.fields import FieldInfo
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Loss
 from flowfleet.algorithms.settings import LossSettings
 
-PEERS = {
-    "adam_beta1": "trainer.optimizer.betas",
-    "batch_size_per_gpu": "trainer.micro_batch_size",
-    "bf16": "model.dtype",
-    "cfg": "rollout.guidance_scale",
-    "cfg_scale": "rollout.guidance_scale",
-    "checkpoint_every": "schedule.save_every",
-    "clip": "algorithm.clip_range",
-    "clip_eps": "algorithm.clip_range",
-    "clip_ratio": "algorithm.clip_range",
-    "ema_decay": "trainer.ema.decay",
-    "epochs": "schedule.steps",
-    "eval_every": "schedule.validate_every",
-    "eval_freq": "schedule.validate_every",
-    "grad_clip": "trainer.optimizer.max_grad_norm",
-    "group_num": "rollout.group_size",
-    "k": "rollout.group_size",
-    "kl": "algorithm.kl_coef",
-    "kl_beta": "algorithm.kl_coef",
-    "kl_weight": "algorithm.kl_coef",
-    "learning_rate": "trainer.optimizer.lr",
-    "lora_alpha": "trainer.lora.alpha",
-    "lora_r": "trainer.lora.rank",
-    "lora_rank": "trainer.lora.rank",
-    "max_steps": "schedule.steps",
-    "mixed_precision": "model.dtype",
-    "model_path": "model.path",
-    "n": "rollout.group_size",
-    "neg_prompt": "rollout.negative_prompt",
-    "noise_level": "rollout.noise.eta",
-    "num_gpus": "trainer.world_size",
-    "num_images_per_prompt": "rollout.group_size",
-    "num_steps": "rollout.num_inference_steps",
-    "num_train_steps": "schedule.steps",
-    "ppo_epochs": "trainer.passes",
-    "pretrained": "model.path",
-    "prompt_file": "data.train",
-    "resolution": "rollout.height",
-    "sample_batch_size": "rollout.batch_size",
-    "save_freq": "schedule.save_every",
-    "sde_window_size": "rollout.window.size",
-    "total_epochs": "schedule.steps",
-    "train_batch_size": "trainer.micro_batch_size",
-    "wandb": "`flowfleet track ID --wandb`",
-}
+PEERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 """Words of other tools → our setting."""
 
 
