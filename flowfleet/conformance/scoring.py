@@ -1,7 +1,5 @@
 """Checks of Score's answers to well-formed calls."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -9,17 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from flowfleet.conformance.checks import (
-    Fault,
-    Remark,
-    Skip,
-    alike,
-    check,
-    outcome,
-    require,
-    require_scores,
-    said,
-)
+from flowfleet.conformance.checks import Fault, Remark, Skip, alike, check, outcome, require, require_scores, said
 from flowfleet.conformance.session import GROUP, Session, by_id
 from flowfleet.proto.reward_pb2 import RewardScore, ScoreRequest, ScoreResponse
 from flowfleet.rewards.requests import SERVICE_NAME

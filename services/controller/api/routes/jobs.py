@@ -1,7 +1,5 @@
 """REST: jobs, submitted, listed, shown, and asked to pause, resume or stop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,17 +11,7 @@ from flowfleet.api.overview import JobRow
 from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
-from services.controller.api.dependencies import (
-    Cursor,
-    JobId,
-    KnownJobId,
-    KnownStatus,
-    Limit,
-    Page,
-    Services,
-    Use,
-    Who,
-)
+from services.controller.api.dependencies import Cursor, JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
 from services.controller.jobs.submission import checks
 from services.controller.store.records import Action, JobRecord
 

@@ -12,8 +12,6 @@ The head is a safetensors file with the keys of the published one: `layers.0.wei
 most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,15 +29,7 @@ from services.reward.networks.checkpoints import check_checkpoint, check_process
 from services.reward.networks.encoders import ClipEncoder, PictureEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
 from services.reward.networks.torch_models import ModelScorer, ModelSettings, batches
-from services.reward.scorer import (
-    GradientOutcome,
-    Outcome,
-    PlainScorer,
-    Sample,
-    Score,
-    ScoreGradient,
-    mean_score,
-)
+from services.reward.scorer import GradientOutcome, Outcome, PlainScorer, Sample, Score, ScoreGradient, mean_score
 
 Head = tuple[NDArray[np.float64], float]
 """(D,) and a number: the score is their product and sum with the unit vector of a picture."""

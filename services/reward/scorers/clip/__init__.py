@@ -14,8 +14,6 @@ A prompt of more tokens than the model reads (77 as a rule) is cut; `tokens_cut`
 score and components are the means over at most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -31,15 +29,7 @@ from services.reward.networks.checkpoints import check_checkpoint, check_process
 from services.reward.networks.encoders import ClipEncoder
 from services.reward.networks.pixels import gradients_of, leaves_of
 from services.reward.networks.torch_models import ModelScorer, ModelSettings, batches
-from services.reward.scorer import (
-    GradientOutcome,
-    Outcome,
-    PlainScorer,
-    Sample,
-    Score,
-    ScoreGradient,
-    mean_score,
-)
+from services.reward.scorer import GradientOutcome, Outcome, PlainScorer, Sample, Score, ScoreGradient, mean_score
 
 Settings = TypeVar("Settings", bound=ModelSettings)
 

@@ -21,8 +21,6 @@ detail = slope × clean, tone = contrast × tones, color = `colours` × saturati
 gradient, where torch is installed, is that of a softened score (gradient.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -33,15 +31,7 @@ from numpy.typing import NDArray
 from flowfleet.media.image_stats import colour_entropy, colourfulness, gray_of, halved, total_variation
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.gradients import PixelInput
-from services.reward.scorer import (
-    GradientOutcome,
-    Outcome,
-    PlainScorer,
-    Sample,
-    Score,
-    ScoreGradient,
-    mean_score,
-)
+from services.reward.scorer import GradientOutcome, Outcome, PlainScorer, Sample, Score, ScoreGradient, mean_score
 
 FULL_SLOPE = 0.15
 NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9

@@ -8,8 +8,6 @@ Qwen2.5-VL; the rubric is pointwise, and each of its answers is one token. Of a 
 most 8 evenly spaced frames. Components: `mass`, the probability of all answers of the scale together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -36,15 +34,7 @@ from services.reward.networks.torch_models import (
     load_tokenizer,
     pick_device,
 )
-from services.reward.scorer import (
-    GradientOutcome,
-    Outcome,
-    Problem,
-    Sample,
-    Score,
-    ScoreGradient,
-    mean_score,
-)
+from services.reward.scorer import GradientOutcome, Outcome, Problem, Sample, Score, ScoreGradient, mean_score
 
 IMAGE_TOKEN: Final = "<|image_pad|>"
 _SLOT: Final = MEDIA_SLOTS["pointwise"][0]

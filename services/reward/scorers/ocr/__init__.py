@@ -7,8 +7,6 @@ rises long before a character flips and so tells samples apart where the other i
 are the means over at most 8 evenly spaced frames.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,15 +33,7 @@ from services.reward.scorer import (
 from services.reward.scorers.ocr.ctc import log_probability
 from services.reward.scorers.ocr.onnx_models import model_version
 from services.reward.scorers.ocr.pages import SIDE_STEP, PageReader, joined
-from services.reward.scorers.ocr.recognition import (
-    MAX_LINE_WIDTH,
-    WHOLE,
-    WIDTH_STEP,
-    Box,
-    LineReader,
-    Reading,
-    as_line,
-)
+from services.reward.scorers.ocr.recognition import MAX_LINE_WIDTH, WHOLE, WIDTH_STEP, Box, LineReader, Reading, as_line
 from services.reward.text import normalize, target_of, text_distance
 
 MAX_DETECTION_SIZE = 2048
