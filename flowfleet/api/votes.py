@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone
+from flowfleet.api.samples import EXTENSIONS
 from flowfleet.filesystem import writing
 from flowfleet.part import rule
 
@@ -146,9 +147,6 @@ class VoteReport(Answer):
     warnings: list[str] = Field(default=[])
 
 
-SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "video/mp4": ".mp4", "text/plain": ".txt"}
-
-
 @dataclass(frozen=True)
 class Exported:
     """A preference file that was written."""
@@ -177,7 +175,7 @@ class Preference(Answer):
 
     def file_of(self, side: VoteSide) -> str:
         """Name of a side's file, in the folder of the preference file."""
-        return f"{self.step:06d}-{self.group:05d}-{side.index:05d}{SUFFIXES.get(side.media_type, '.png')}"
+        return f"{self.step:06d}-{self.group:05d}-{side.index:05d}.{EXTENSIONS.get(side.media_type, 'png')}"
 
 
 def keep(path: Path, data: bytes) -> None:

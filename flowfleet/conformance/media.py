@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
 from flowfleet.media.text import TEXT_TYPE
+from flowfleet.prompts.prompt import PICTURES
 
 WORD: Final = "FLOW"
 SIZE: Final = (128, 64)
@@ -21,7 +22,6 @@ _STEP: Final = 4
 """Pixels that a video's sign moves to the right from frame to frame."""
 _PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHUNK_BYTES: Final = 2**20
-_SUFFIXES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 Media = tuple[bytes, str]
 """A file and its media type."""
@@ -29,9 +29,9 @@ Media = tuple[bytes, str]
 
 def read(path: Path) -> Media:
     """A picture, video or text of the user's. ValueError for another kind of file."""
-    media_type = {**_SUFFIXES, ".mp4": VIDEO_TYPES[0], ".txt": TEXT_TYPE}.get(path.suffix.lower())
+    media_type = {**PICTURES, ".mp4": VIDEO_TYPES[0], ".txt": TEXT_TYPE}.get(path.suffix.lower())
     if media_type is None:
-        raise ValueError(f"--image {path}: give a file that ends in {', '.join(_SUFFIXES)} or .mp4, .txt")
+        raise ValueError(f"--image {path}: give a file that ends in {', '.join(PICTURES)} or .mp4, .txt")
     return path.read_bytes(), media_type
 
 

@@ -8,16 +8,10 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flowfleet.api.jobs import Job
+from flowfleet.api.samples import EXTENSIONS
 from flowfleet.extras import pip_install
 from flowfleet.tracking.place import State
 
-SUFFIXES: Final[Mapping[str, str]] = {
-    "image/png": ".png",
-    "image/jpeg": ".jpg",
-    "image/webp": ".webp",
-    "video/mp4": ".mp4",
-    "text/plain": ".txt",
-}
 VIDEO: Final = "video/mp4"
 TEXT: Final = "text/plain"
 COLUMNS: Final = ("version", "prompt", "picture", "reward")
@@ -78,7 +72,7 @@ class Picture:
     def write(self, folder: Path) -> Path:
         """Writes the file; `media` must be there."""
         assert self.media is not None
-        path = folder / f"{self.name}{SUFFIXES.get(self.media_type, '.bin')}"
+        path = folder / f"{self.name}.{EXTENSIONS.get(self.media_type, 'bin')}"
         path.write_bytes(self.media)
         return path
 

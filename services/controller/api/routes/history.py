@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from flowfleet.api.answers import Answer, FiniteOrNone
 from flowfleet.api.jobs import Checkpoint, JobEvent, MetricsRow
-from flowfleet.api.samples import Purpose
+from flowfleet.api.samples import EXTENSIONS, Purpose
 from flowfleet.api.samples import Sample as StoredSample
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
@@ -22,7 +22,7 @@ from services.controller.store.samples import media_ref
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
 
-MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4", "text/plain"})
+MEDIA_TYPES = frozenset(EXTENSIONS)
 OTHER_MEDIA = "application/octet-stream"
 EVENT_ID = {"pattern": r"^[0-9]{1,19}(-[0-9]{1,19})?$"}
 """Documented; the handler refuses others in words."""
