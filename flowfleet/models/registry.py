@@ -1,16 +1,17 @@
 """Which model families there are, by the class that a checkpoint names. Free of torch.
 
 A flow is the folder of a diffusers pipeline and named by `_class_name` in its `model_index.json`. A policy that writes
-text is a folder of transformers and named by the first of `architectures` in its `config.json`; so is a flow, or
-a model that paints and writes, in a layout of its own. A new family is one
-file with a `ModelAdapter` or `SequenceAdapter` and one `register` here, or in a plugin (flowfleet/plugins.py). Adapters
-are imported when they are first asked for, because diffusers takes seconds.
+text is a folder of transformers and named by the first of `architectures` in its `config.json`; so is a flow, or a
+model that paints and writes, in a layout of its own. A new family is one file with a `ModelAdapter` or
+`SequenceAdapter`, and a table of families.toml or, of a plugin (flowfleet/plugins.py), one `register`. Adapters are
+imported when they are first asked for, because diffusers takes seconds.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,69 +94,10 @@ def register(family: ModelFamily) -> None:
     FAMILIES[family.pipeline] = family
 
 
-_OWN = "flowfleet.models.families"
-for _family in (
-    ModelFamily("QwenImagePipeline", "Qwen-Image", f"{_OWN}.qwen_image:QwenImageAdapter"),
-    ModelFamily(
-        "StableDiffusion3Pipeline",
-        "Stable Diffusion 3",
-        f"{_OWN}.stable_diffusion_3:StableDiffusion3Adapter",
-        max_sequence_length=512,
-    ),
-    ModelFamily("FluxPipeline", "FLUX.1", f"{_OWN}.flux:FluxAdapter", embedded_guidance=True, max_sequence_length=512),
-    ModelFamily("ChromaPipeline", "Chroma", f"{_OWN}.chroma:ChromaAdapter", max_sequence_length=512),
-    ModelFamily("ZImagePipeline", "Z-Image", f"{_OWN}.z_image:ZImageAdapter", max_sequence_length=512),
-    ModelFamily(
-        "QwenImageEditPlusPipeline",
-        "Qwen-Image-Edit-Plus",
-        f"{_OWN}.qwen_image_edit:QwenImageEditAdapter",
-        takes_images=True,
-    ),
-    ModelFamily(
-        "WanPipeline",
-        "Wan",
-        f"{_OWN}.wan:WanAdapter",
-        modality="video",
-        max_sequence_length=512,
-        frame_multiple=4,
-        vae_multiple=2,
-    ),
-    ModelFamily(
-        "BagelForConditionalGeneration",
-        "BAGEL",
-        f"{_OWN}.bagel.painter:BagelPainter",
-        writer=f"{_OWN}.bagel.writer:BagelWriter",
-        takes_media=True,
-        branch_guidance=True,
-        layout=BAGEL,
-    ),
-    ModelFamily(
-        "HunyuanImage3ForCausalMM",
-        "HunyuanImage-3.0",
-        f"{_OWN}.hunyuan_image3.adapter:HunyuanImage3Adapter",
-        layout=FLAT,
-    ),
-    ModelFamily("Qwen3ForCausalLM", "Qwen3", f"{_OWN}.qwen3:Qwen3Adapter", modality="text", layout=TRANSFORMERS),
-    ModelFamily(
-        "Qwen3MoeForCausalLM", "Qwen3 MoE", f"{_OWN}.qwen3:Qwen3MoeAdapter", modality="text", layout=TRANSFORMERS
-    ),
-    ModelFamily(
-        "Qwen3OmniMoeThinkerForConditionalGeneration",
-        "Qwen3-Omni Thinker",
-        f"{_OWN}.qwen3_omni:Qwen3OmniThinkerAdapter",
-        modality="text",
-        takes_media=True,
-    ),
-    ModelFamily(
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Qwen3-Omni",
-        f"{_OWN}.qwen3_omni:Qwen3OmniThinkerAdapter",
-        modality="text",
-        takes_media=True,
-        layout=TRANSFORMERS,
-    ),
-):
-    register(_family)
+_LAYOUTS: Final = {"bagel": BAGEL, "flat": FLAT, "transformers": TRANSFORMERS}
+for _name, _fields in tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8")).items():
+    _layout = _LAYOUTS[_fields.pop("layout")] if "layout" in _fields else None
+    register(ModelFamily(_name, layout=_layout, **_fields))
 
 
 def family_of(path: str | Path) -> ModelFamily:
