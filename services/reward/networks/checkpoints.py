@@ -1,4 +1,4 @@
-"""Checkpoint folders, looked at without torch: what they hold, and a fingerprint for a scorer's version.
+"""Checkpoint folders, looked at without a model: what they hold, and a fingerprint for a scorer's version.
 
 A checkpoint is a folder in the layout of Hugging Face transformers with its weights as safetensors. Pickles (`.bin`,
 `.pt`, `.pth`) are never read, and no code that a folder may carry is run. Every error names the setting to change.
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator
+from safetensors import safe_open
 
 from flowfleet import hub
 
@@ -24,7 +25,6 @@ DIGITS = 12
 """Hexadecimal digits of a fingerprint."""
 
 _BLOCKS, _BLOCK_BYTES = 64, 4096
-_SCALARS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 def check_checkpoint(folder: Path, setting: str, model_types: Collection[str]) -> Mapping[str, Any]:
@@ -84,15 +84,9 @@ def fingerprint(*paths: Path) -> str:
 def read_scalar(folder: Path, setting: str, name: str) -> float:
     """The only element of a tensor of the checkpoint. ValueError where it has none of that name."""
     for file in weight_files(folder):
-        header, start = _header(file)
-        if name in header:
-            kind, (begin, end) = header[name]["dtype"], header[name]["data_offsets"]
-            with file.open("rb") as stream:
-                stream.seek(start + begin)
-                data = stream.read(end - begin)
-            if kind == "BF16":  # the upper half of a float32
-                kind, data = "F32", b"\0\0" + data
-            return float(np.frombuffer(data, _SCALARS[kind])[0])
+        with safe_open(file, "pt") as tensors:
+            if name in [*tensors.keys()]:
+                return float(tensors.get_tensor(name))
     raise ValueError(
         f"settings.{setting} = {str(folder)!r} has no {name} among its weights: it is another kind of model"
     )
