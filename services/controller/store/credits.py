@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowfleet.redis import keys
-from services.controller.store.link import Link
+from services.controller.store.link import Linked
 
 _ROW = np.dtype([("group", "<u4"), ("index", "<u4"), ("advantage", "<f4"), ("ratio", "<f4")])
 
@@ -26,10 +26,7 @@ class Trained:
     """exp of the mean change of its log-prob while the update trained on it; None where the loss has no ratio."""
 
 
-class Credits:
-    def __init__(self, link: Link) -> None:
-        self._redis = link.redis
-
+class Credits(Linked):
     async def put(self, job_id: str, step: int, samples: Iterable[Trained]) -> None:
         """Records a step's samples; done again it replaces them."""
         rows = [(s.group, s.index, s.advantage, math.nan if s.ratio is None else s.ratio) for s in samples]

@@ -6,17 +6,14 @@ from typing import Any
 
 from flowfleet.api.jobs import JobEvent
 from flowfleet.redis import keys
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 from services.controller.store.records import from_epoch
 
 MAX_EVENTS = 100_000
 """The oldest events of a job go beyond this (Redis may keep up to a block more)."""
 
 
-class Events:
-    def __init__(self, link: Link) -> None:
-        self._redis = link.redis
-
+class Events(Linked):
     async def append(self, job_id: str, type: str, data: Mapping[str, Any], *, once: str | None = None) -> str | None:
         """Appends an event, JSON data, and gives its id.
 
@@ -105,10 +102,7 @@ MAX_NOTICES = 1000
 """The oldest notices go beyond this: a reader that missed some looks at everything."""
 
 
-class Notices:
-    def __init__(self, link: Link) -> None:
-        self._redis = link.redis
-
+class Notices(Linked):
     async def last(self) -> str:
         """Id of the newest notice."""
         found = await self._redis.xrevrange(keys.notices(), count=1)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from flowfleet.api.jobs import Checkpoint, MetricsRow
 from flowfleet.redis import keys
-from services.controller.store.link import Link
+from services.controller.store.link import Linked
 from services.controller.store.reading import rows_of
 from services.controller.store.records import Validation
 
@@ -12,10 +12,7 @@ MAX_VALIDATIONS = 10_000
 """Maximum number of a job's validations; beyond it the oldest are deleted, except the first."""
 
 
-class History:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class History(Linked):
     async def put_metrics(self, job_id: str, step: int, values: Mapping[str, float]) -> None:
         """Adds to the row of a step, last writer wins: doing it again changes nothing."""
         async with self._redis.pipeline(transaction=True) as pipe:

@@ -9,7 +9,7 @@ from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.events import add_event, encode, notice
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 from services.controller.store.lists import brief_of
 from services.controller.store.reading import DATA_BYTES, REVISION, decoded, format_of, read_record
 from services.controller.store.records import (
@@ -31,10 +31,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class Jobs:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class Jobs(Linked):
     async def create(
         self,
         spec: JobSpec,

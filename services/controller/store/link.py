@@ -50,3 +50,10 @@ class Link:
             fill(pipe)
 
         await self.transaction(attempt, keys.leader_term())
+
+
+class Linked:
+    """A part of the store."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._redis = link, link.redis

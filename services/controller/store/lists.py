@@ -9,7 +9,7 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.api.overview import Curve, JobRow
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
-from services.controller.store.link import Link
+from services.controller.store.link import Linked
 from services.controller.store.reading import LISTED, SECONDS, decoded, read_record, row_of
 from services.controller.store.records import JobRecord
 
@@ -19,10 +19,7 @@ _ROW = (*LISTED, "brief", "curve")
 _SHARED = set(JobRow.model_fields) & set(JobRecord.model_fields)
 
 
-class Lists:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class Lists(Linked):
     async def page(
         self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
     ) -> tuple[list[JobRecord], str | None]:

@@ -16,7 +16,7 @@ from flowfleet.api.jobs import Desired, JobStatus
 from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
 from services.controller.store.events import notice
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
@@ -55,10 +55,7 @@ class Leftover:
         return f"{int(self.again)}/{self.job_id}"
 
 
-class Removal:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class Removal(Linked):
     async def ended(self, among: Sequence[str] | None = None) -> list[EndedJob]:
         """Jobs that have ended, among these or of all, the one that ended first first."""
         ids = among

@@ -14,7 +14,7 @@ from flowfleet.api.rewards import RewardRevision
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.redis import keys
 from services.controller.store.events import MAX_EVENTS, add_event, encode, notice
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 from services.controller.store.reading import PENDING, REVISION, row_of, rows_of
 from services.controller.store.records import from_epoch
 
@@ -35,10 +35,7 @@ redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*', 'type', 'rewards', 'dat
 """
 
 
-class Rewards:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class Rewards(Linked):
     async def change(self, job_id: str, revision: RewardRevision) -> None:
         """Records the wish for a revision, in place of one that is pending. The same one again does nothing.
 

@@ -10,7 +10,7 @@ from flowfleet.api.samples import Purpose
 from flowfleet.errors import NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 from services.controller.store.reading import row_of, rows_of
 from services.controller.store.records import Order, SampleRecord
 
@@ -38,10 +38,7 @@ class _Names:
         self.rewards = keys.samples(job_id, purpose, "rewards")
 
 
-class Samples:
-    def __init__(self, link: Link) -> None:
-        self._redis = link.redis
-
+class Samples(Linked):
     async def put(self, job_id: str, *samples: SampleRecord) -> None:
         """Adds or replaces records, one for each (purpose, step, group, index)."""
         purposes: set[Purpose] = set()

@@ -7,7 +7,7 @@ from typing import Literal
 from flowfleet.api.samples import Purpose
 from flowfleet.redis import keys
 from services.controller.rewards.comparison import GroupScores
-from services.controller.store.link import Link
+from services.controller.store.link import Linked
 from services.controller.store.reading import rows_of
 
 MAX_GROUPS = 1024
@@ -17,10 +17,7 @@ SHADOW_TTL_S = 7 * 24 * 3600
 Count = Literal["scored", "failed", "left_out"]
 
 
-class Shadows:
-    def __init__(self, link: Link) -> None:
-        self._redis = link.redis
-
+class Shadows(Linked):
     async def add(self, job_id: str, pair: str, purpose: Purpose, groups: Sequence[GroupScores]) -> None:
         """Scores that a shadow and its reward gave some groups; `pair` names the two and their settings."""
         name = keys.shadow(job_id, pair, purpose)

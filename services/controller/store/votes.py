@@ -10,7 +10,7 @@ from typing import Literal
 from flowfleet.api.votes import Asked, Ballot, Vote, VoteGroup
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.redis import keys
-from services.controller.store.link import Link, Pipe
+from services.controller.store.link import Linked, Pipe
 from services.controller.store.reading import row_of, rows_of
 from services.controller.store.records import from_epoch
 from services.controller.votes.pairing import is_complete
@@ -26,10 +26,7 @@ MAX_REPEATS = 16
 PAGE = 500
 
 
-class Votes:
-    def __init__(self, link: Link) -> None:
-        self._link, self._redis = link, link.redis
-
+class Votes(Linked):
     async def ask(self, job_id: str, step: int, group: int, asked: Asked) -> VoteGroup:
         """Asks for votes on a group. Asked again, it keeps the votes; other samples or another number count from
         now on."""
