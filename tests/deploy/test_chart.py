@@ -325,6 +325,7 @@ def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profil
     assert {key: rule["verbs"] for key, rule in rules.items()} == {
         ("batch", "jobs"): ["get", "list", "watch", "create", "delete"],
         ("", "pods"): ["get", "list", "watch", "delete", *(["patch"] if any_profile.kind("ScaledObject") else [])],
+        ("", "events"): ["list"],
         ("discovery.k8s.io", "endpointslices"): ["get", "list", "watch"],
         ("apps", "deployments"): ["get"],
     }

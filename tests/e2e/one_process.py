@@ -198,6 +198,9 @@ class Trainers:
     async def alive(self, job_id: str) -> bool:
         return job_id in self._running and not self._running[job_id].failed
 
+    def placed(self, job_id: str) -> bool:
+        return True
+
     async def termination_message(self, job_id: str) -> str:
         return ""
 

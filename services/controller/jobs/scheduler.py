@@ -239,9 +239,13 @@ class JobScheduler:
             log.warning("could not end trainers of ended jobs: %s: %s", type(error).__name__, error)
 
     async def _tell_demand(self, first: Iterable[JobRecord]) -> None:
-        """How many replicas the first jobs of the pools need now."""
+        """How many replicas the first jobs of the pools need now. Those whose trainers wait for a place need none."""
         works = []
         for record in first:
+            if self._launcher.placed(record.id):
+                self._returned.placed(record.id)
+            if not self._returned.has_place(record.id):
+                continue
             runner = self._running.get(record.id)
             state = () if runner is None else (runner.machine, sum(map(len, runner.job.held_out)))
             works.append(work_of(record, *state))
@@ -327,7 +331,7 @@ class JobScheduler:
                 if not unopened or record.desired is not Desired.PAUSED:  # else its user has yet to resume it
                     if not record.status.terminal:
                         await self._drive(record)
-                        self._returned.retry()
+                        self._returned.end(job_id)
                     return
             except LeaseLost:
                 raise

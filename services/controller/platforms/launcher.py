@@ -22,11 +22,14 @@ class Launcher(Protocol):
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         """The address (host:port) of the job's live trainer, started if there is none.
 
-        Raises ValueError for a job whose trainer cannot run here.
+        Raises ValueError for a job whose trainer cannot run here, NoPlace for one that found no place in time.
         """
 
     async def alive(self, job_id: str) -> bool:
         """True if the trainer that `ensure` gave is still there. Cheap: called every second."""
+
+    def placed(self, job_id: str) -> bool:
+        """True if all processes of the trainer have a place to run. Until then rollouts of the job take none away."""
 
     async def termination_message(self, job_id: str) -> str:
         """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
@@ -50,6 +53,9 @@ class FencedLauncher:
 
     async def alive(self, job_id: str) -> bool:
         return await self._launcher.alive(job_id)
+
+    def placed(self, job_id: str) -> bool:
+        return self._launcher.placed(job_id)
 
     async def termination_message(self, job_id: str) -> str:
         return await self._launcher.termination_message(job_id)

@@ -5,7 +5,8 @@ controller answers. They count admitted work that is waiting, never what lies in
 samples wait for a replica, not while finished ones wait for the trainer, and streams are trimmed.
 
 - A pool works for its oldest job that has not ended; those behind it add nothing.
-- It has one replica at least from that job's admission on, between steps too: there must be somebody to publish to.
+- It has one replica at least once that job's trainer has a place, between steps too: there must be somebody to publish
+  to. Before, replicas could take the place that the trainer waits for.
 - More, while the samples that are wanted are more than replicas take at once, up to one a request.
 - None while the job is paused, without jobs, or where the job's trainer makes all samples. A
   reward has one at least while such a job of any pool names it.
@@ -145,10 +146,11 @@ def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, De
 
 
 def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
-    """Returns what admitted jobs need in any state: one replica of each pool and reward. `records`, oldest first."""
+    """Returns what jobs need whose trainers have had a place: one replica of each pool and reward. `records`, oldest
+    first."""
     first: dict[str, JobRecord] = {}
     for record in records:
-        if record.status is not JobStatus.QUARANTINED and not record.is_unreadable:
+        if record.status is JobStatus.RUNNING and not record.is_unreadable:
             first.setdefault(record.pool, record)
     return demand([work for record in first.values() if (work := work_of(record))], {})
 

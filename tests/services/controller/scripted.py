@@ -252,6 +252,9 @@ class ScriptedLauncher:
     async def alive(self, job_id: str) -> bool:
         return True
 
+    def placed(self, job_id: str) -> bool:
+        return True
+
     async def termination_message(self, job_id: str) -> str:
         return ""
 

@@ -19,6 +19,7 @@ metadata:
   annotations:
     flowfleet.io/ranks-per-pod: {{ int $trainer.ranksPerPod | quote }}
     flowfleet.io/accelerator: {{ $resource | quote }}
+    flowfleet.io/placement-s: {{ int $trainer.placementSeconds | quote }}
     flowfleet.io/drain-s: {{ int $trainer.drainSeconds | quote }}
     {{- with .Values.commonAnnotations }}
     {{- toYaml . | nindent 4 }}

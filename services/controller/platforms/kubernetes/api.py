@@ -40,6 +40,7 @@ class Resource:
 
 
 PODS: Final = Resource("/api/v1", "pods")
+EVENTS: Final = Resource("/api/v1", "events")
 JOBS: Final = Resource("/apis/batch/v1", "jobs")
 ENDPOINT_SLICES: Final = Resource("/apis/discovery.k8s.io/v1", "endpointslices")
 DEPLOYMENTS: Final = Resource("/apis/apps/v1", "deployments")
@@ -73,9 +74,9 @@ class KubernetesApi:
     async def close(self) -> None:
         await self._client.close()
 
-    async def list(self, resource: Resource, selector: str) -> tuple[list[Object], str]:
-        """The objects with these labels, and the version to watch from."""
-        answer = await self._ask("GET", resource, query={"labelSelector": selector})
+    async def list(self, resource: Resource, selector: str, fields: str = "") -> tuple[list[Object], str]:
+        """The objects with these labels and fields, and the version to watch from."""
+        answer = await self._ask("GET", resource, query={"labelSelector": selector, "fieldSelector": fields})
         return answer["items"], answer["metadata"]["resourceVersion"]
 
     async def get(self, resource: Resource, name: str) -> Object:

@@ -24,11 +24,11 @@ from flowfleet.process.commands import POD_PORT
 from flowfleet.process.service import format_address
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import job_accept, job_token
-from services.controller.platforms.kubernetes import pods
-from services.controller.platforms.kubernetes.api import DEPLOYMENTS, JOBS, PODS, Object, Refused
+from services.controller.platforms.kubernetes import placement, pods
+from services.controller.platforms.kubernetes.api import DEPLOYMENTS, EVENTS, JOBS, PODS, Object, Refused
 from services.controller.platforms.kubernetes.directory import COMPONENT, INSTANCE, KubernetesDirectory
-from services.controller.platforms.kubernetes.template import JOB, QUEUE, attempt_name, load_template
-from services.controller.waiting import NotYet, WaitedInVain
+from services.controller.platforms.kubernetes.template import JOB, attempt_name, load_template
+from services.controller.waiting import NoPlace, NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +60,24 @@ class KubernetesLauncher:
         self._namespace = namespace
         self._template = template
         self._owner = owner
+        self._scale_ups: dict[str, str] = {}
+        """Attempt → when the autoscaler last began to make nodes for it."""
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         """Raises NotYet while its pods wait or start or are refused, ValueError for a Job that can never be one,
         RuntimeError for one that failed by itself, Unavailable for one that somebody ended. After both the next call
-        begins a new attempt."""
+        begins a new attempt. NoPlace: its pods were not all placed in time, and are gone."""
         attempt = self._newest(job_id)
         if attempt is None:
             attempt = await self._admitted(job_id, spec)
         if not self._lives(attempt):
             await self._replace(job_id, attempt)
-        if waits := self._waits(attempt):
+        waits = self._waits(attempt)
+        if await self._is_overdue(attempt):
+            await self.stop(job_id, at_once=True)
+            limit = f"within {placement.limit_s(attempt):.0f} s"
+            raise NoPlace(f"{limit}: {waits or 'its pods have no node'}")
+        if waits:
             raise NotYet(f"trainer: {waits}")
         if not await self._serves(attempt):
             await self._look_at_start(job_id, attempt)
@@ -80,6 +87,10 @@ class KubernetesLauncher:
     async def alive(self, job_id: str) -> bool:
         attempt = self._newest(job_id)
         return attempt is not None and self._lives(attempt)
+
+    def placed(self, job_id: str) -> bool:
+        attempt = self._newest(job_id)
+        return attempt is not None and placement.is_placed(attempt, self._pods_of(attempt))
 
     async def termination_message(self, job_id: str) -> str:
         """The termination message of the pod that failed by itself. Waits for the kubelets to tell of one that is gone;
@@ -99,6 +110,7 @@ class KubernetesLauncher:
             if at_once:  # first: kubelets do not hear of a shorter grace period while one runs
                 await self._kill(attempt)
             await self._delete(attempt)
+            self._scale_ups.pop(attempt["metadata"]["name"], None)
         gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
         if not gone:
             log.warning("trainer pods still exist after %.0f s", timeout_s, extra={"job": job_id})
@@ -152,7 +164,7 @@ class KubernetesLauncher:
     def _waits(self, attempt: Object) -> str:
         """Why it does not start; "" when its pods run or are about to."""
         if attempt["spec"].get("suspend"):
-            queue = (attempt["metadata"].get("labels") or {}).get(QUEUE)
+            queue = placement.queue_of(attempt)
             return f"waits in queue {queue}" if queue else "its Job is suspended"
         own = self._pods_of(attempt)
         if shortage := pods.shortage(own):
@@ -163,6 +175,22 @@ class KubernetesLauncher:
                 f"no pod was created: a quota or admission of the namespace refuses them; see the events of Job {name}"
             )
         return ""
+
+    async def _is_overdue(self, attempt: Object) -> bool:
+        """Its pods cannot all be placed, and have waited for long. Asks for scale-ups only then."""
+        limit_s, name, own = placement.limit_s(attempt), attempt["metadata"]["name"], self._pods_of(attempt)
+        if not limit_s or placement.is_placed(attempt, own) or any(map(pods.gated, own)):
+            return False
+        since = self._scale_ups.get(name, placement.waits_from(attempt))
+        if pods.age_s(since) <= limit_s:
+            return False
+        try:
+            events, _ = await self._directory.api.list(EVENTS, "", placement.SCALE_UPS)
+        except Refused as error:  # by an older Role
+            log.warning("could not read scale-ups of the cluster: %s", error, extra={"job": _job_id(attempt)})
+            events = []
+        since = self._scale_ups[name] = max(since, placement.last_scale_up(events, own))
+        return pods.age_s(since) > limit_s
 
     # -- changes -------------------------------------------------------------------------------------------------
 

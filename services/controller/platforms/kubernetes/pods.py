@@ -55,6 +55,11 @@ def unschedulable(pod: Object) -> bool:
     return not terminating(pod) and condition(pod, "PodScheduled").get("reason") == "Unschedulable"
 
 
+def gated(pod: Object) -> bool:
+    """Something else decides when it may be scheduled."""
+    return condition(pod, "PodScheduled").get("reason") == "SchedulingGated"
+
+
 def shortage(pods: Iterable[Object]) -> str:
     """Why some of these pods cannot run: the reason that most of them have; "" when nothing is wrong."""
     every = [pod for pod in pods if not terminating(pod)]
@@ -68,7 +73,7 @@ def shortage(pods: Iterable[Object]) -> str:
 def problem(pod: Object) -> str:
     """Why a pod that should run does not; "" for one that runs or is on its way."""
     scheduled = condition(pod, "PodScheduled")
-    if scheduled.get("reason") == "SchedulingGated":
+    if gated(pod):
         return "its scheduling is held back by a gate"
     if scheduled.get("status") == "False":
         return _tidy(scheduled.get("message") or scheduled.get("reason") or "cannot be placed")

@@ -23,6 +23,8 @@ from flowfleet.text_files import read_text
 RANKS_PER_POD = "flowfleet.io/ranks-per-pod"
 ACCELERATOR = "flowfleet.io/accelerator"
 DRAIN_S = "flowfleet.io/drain-s"
+PLACEMENT_S = "flowfleet.io/placement-s"
+DEFAULT_PLACEMENT_S = 300
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOB = "flowfleet.io/job"
 CONTAINER = "trainer"
@@ -115,6 +117,7 @@ def parse_template(job: Any) -> TrainerTemplate:
     annotations = _at(job, "metadata.annotations") or {}
     ranks = _number(annotations, RANKS_PER_POD, 1)
     drain_s = _number(annotations, DRAIN_S, 0)
+    _number({PLACEMENT_S: DEFAULT_PLACEMENT_S, **annotations}, PLACEMENT_S, 0)  # the launcher reads it from the Job
     accelerator = annotations.get(ACCELERATOR)
     if not isinstance(accelerator, str):
         raise ValueError(f'annotation {ACCELERATOR} must be the name of a resource, as nvidia.com/gpu, or "" for CPUs')

@@ -79,6 +79,9 @@ class LocalLauncher:
         process = self._read(job_id)
         return process is not None and _is_running(process)
 
+    def placed(self, job_id: str) -> bool:
+        return True
+
     async def termination_message(self, job_id: str) -> str:
         return (_read_if_there(str(self._words(job_id))) or "").strip()
 

@@ -26,15 +26,17 @@ def test_each_wait_is_twice_as_long_until_the_trainer_has_a_place() -> None:
         assert returned.waits("a", 100.0 + 0.99 * delay_s)
         assert not returned.waits("a", 100.0 + delay_s)
         assert not returned.waits("b", 100.0)
-    returned.forget("a")
-    assert not returned.waits("a", 100.0)
+    assert not returned.has_place("a")
+    returned.placed("a")
+    assert returned.has_place("a")
     assert returned.add("a", 100.0) <= FIRST_S
+    assert not returned.has_place("a")
 
 
 def test_all_may_try_when_another_job_ends_and_the_next_wait_is_no_shorter_for_it() -> None:
     returned = Returned(random.Random(1))
     returned.add("a", 0.0)
-    returned.retry()
+    returned.end("b")
     assert not returned.waits("a", 0.0)
     assert returned.add("a", 0.0) >= FIRST_S
 
@@ -104,7 +106,7 @@ async def test_a_job_without_a_place_continues_where_it_was(
         first = await fleet.submit(job)
         await fleet.reached(first.id, lambda record: found_no_place(record.status, record.reason))
         num_done = len(fleet.trainer.steps)
-        fleet.runner._returned.retry()
+        fleet.runner._returned.end("another")
         await fleet.succeeded(first.id)
         assert refused == [first.id]
         assert (num_done > 0) == has_trained

@@ -78,15 +78,16 @@ def test_a_trainer_that_makes_all_samples_needs_no_rollout() -> None:
 
 
 def test_jobs_behind_the_first_of_their_pool_add_nothing() -> None:
-    pools = ["default", "default", "wide", "default"]
-    jobs = [record_of(spec_of(pool=pool), job_id=f"job-{index}") for index, pool in enumerate(pools)]
+    queued, running = JobStatus.QUEUED, JobStatus.RUNNING
+    kinds = [("default", queued), ("default", running), ("wide", running), ("default", queued)]
+    jobs = [record_of(spec_of(pool=pool), status, job_id=f"job-{i}") for i, (pool, status) in enumerate(kinds)]
     found = at_least(jobs)
     assert {name: entry.jobs for name, entry in found.items()} == {
-        ("rollout", "default"): ("job-0",),
+        ("rollout", "default"): ("job-1",),  # the one before it returned to the queue
         ("rollout", "wide"): ("job-2",),
-        ("reward", "ocr"): ("job-0", "job-2"),
+        ("reward", "ocr"): ("job-1", "job-2"),
     }
-    jobs[0] = record_of(spec_of(), JobStatus.PAUSED, Desired.PAUSED, "job-0")
+    jobs[1] = record_of(spec_of(), JobStatus.PAUSED, Desired.PAUSED, "job-1")
     assert ("rollout", "default") not in at_least(jobs)  # those behind a paused job wait for it
 
 

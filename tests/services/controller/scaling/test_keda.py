@@ -89,9 +89,11 @@ async def test_it_tells_what_the_leader_wants(keda: Keda) -> None:
     assert await keda.asked("reward", "ocr") == (False, 0)
 
 
-async def test_without_a_leader_what_it_wanted_stays_and_admitted_jobs_count(keda: Keda) -> None:
+async def test_without_a_leader_what_it_wanted_stays_and_running_jobs_count(keda: Keda) -> None:
     assert await keda.asked() == (False, 0)  # an empty Redis
     job, _ = await keda.store.jobs.create(SPEC)
+    assert await keda.asked() == (False, 0)  # its trainer may have no place yet
+    await keda.store.jobs.set_status(job.id, JobStatus.RUNNING)
     assert await keda.asked() == (True, 1)  # no leader has written yet
     await keda.write(0)
     assert await keda.asked() == (False, 0)  # it knows better

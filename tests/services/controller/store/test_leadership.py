@@ -230,6 +230,9 @@ class Launched:
     async def alive(self, job_id: str) -> bool:
         return True
 
+    def placed(self, job_id: str) -> bool:
+        return True
+
     async def termination_message(self, job_id: str) -> str:
         return ""
 
