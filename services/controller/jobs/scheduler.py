@@ -41,14 +41,13 @@ from services.controller.job.shadow_queue import ShadowMetrics, ShadowQueue
 from services.controller.job.trainer.client import JobTrainer
 from services.controller.jobs.quarantine import Quarantine
 from services.controller.jobs.returned import Returned
-from services.controller.jobs.submission.opening import JobData, open_job
+from services.controller.jobs.submission.opening import JobData, Unopened, opened
 from services.controller.metrics.monitor import Monitor
 from services.controller.platforms.launcher import FencedLauncher, Launcher, stop_for_good
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.mixture import Mixture
-from services.controller.prompts.sources import Missing, Unread
-from services.controller.reading.places import NotAllowed
+from services.controller.prompts.sources import Unread
 from services.controller.retention.folders import JOBS, Folders
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
@@ -391,7 +390,7 @@ class JobScheduler:
     async def _drive(self, record: JobRecord) -> None:
         with ExitStack() as stack:
             async with self._quarantine.opening(record.id):
-                data = await self._opened(record)
+                data = await opened(record, self._sources, self._store, self._settings.limits)
                 stack.callback(data.close)
                 ledger = Ledger(self._redis, self._lease, record.id)
                 machine = await ledger.restore(data.spec)
@@ -408,19 +407,6 @@ class JobScheduler:
                 del self._running[record.id]
                 self._fleet.verified(record.id, None)
                 await runner.job.close()
-
-    async def _opened(self, record: JobRecord) -> JobData:
-        """Raises Unopened where the job cannot be read any more, ValueError where it never could."""
-        spec = record.job_spec()
-        try:
-            return await asyncio.to_thread(open_job, spec, self._sources)
-        except Unread:
-            raise
-        except ValueError as error:
-            has_begun = record.status is not JobStatus.QUEUED or record.started_at is not None
-            if isinstance(error, NotAllowed | Missing) or has_begun:
-                raise Unopened(str(error)) from None
-            raise
 
     def _context(self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changes: Changes) -> JobContext:
         spec = machine.spec
@@ -481,10 +467,6 @@ class JobScheduler:
 
     def _folder(self, job_id: str) -> Path:
         return self._settings.state_dir.resolve() / JOBS / job_id
-
-
-class Unopened(Exception):
-    """The job's settings or files cannot be read now, for the reason given: somebody must change that."""
 
 
 @contextmanager

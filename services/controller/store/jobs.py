@@ -212,6 +212,10 @@ class Jobs(Linked):
         known: dict[str, str] = json.loads(await self._redis.hget(keys.job(job_id), _INPUTS) or "{}")
         return known
 
+    async def set_data_bytes(self, job_id: str, size: int) -> None:
+        """Size of a job's prompts, where its submit did not read them all."""
+        await self._redis.hset(keys.job(job_id), DATA_BYTES, size)
+
     async def set_results(self, job_id: str, results: dict[str, Any]) -> None:
         """Name → path or figure; replaces what was there."""
         await self._redis.hset(keys.job(job_id), "results", encode(results))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from flowfleet.api.jobs import JobStatus
 from services.controller.jobs import scheduler
+from services.controller.limits import Limits
 from services.controller.prompts.inputs import Inputs
 from services.controller.reading.places import NotAllowed
 from tests.services.controller.scripted import ScriptedReward
@@ -53,6 +58,33 @@ async def test_a_job_that_cannot_be_opened_again_pauses_and_so_does_the_queued_o
         await fleet.store.jobs.request(first.id, "resume")
         for job_id in (first.id, second.id):
             assert (await fleet.reached(job_id, lambda one: one.status.terminal)).status is JobStatus.SUCCEEDED
+
+
+@pytest.mark.parametrize("where", ["URL", "file of an earlier release's job"])
+async def test_data_that_no_submit_counted_count_when_they_are_read(
+    run: Run, job: Job, tmp_path: Path, where: str
+) -> None:
+    """The bytes of remote data are known when the job opens them; then they have the room of all, or the job pauses."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    site = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{site.server_port}"
+    train = f"{url}/prompts.txt" if where == "URL" else str(tmp_path / "prompts.txt")
+    allowed = {"data_urls": (url,), "data_networks": ("127.0.0.0/8",)}
+    with site:
+        async with run(ocr=ScriptedReward(by_index)) as fleet:
+            await fleet.restart(**allowed, limits=Limits(data_bytes=20))
+            found = await fleet.submit(job(rewards={"ocr": {}}, data={"train": train}))
+            paused = await fleet.reached(found.id, lambda record: record.status is JobStatus.PAUSED)
+            size = int(re.findall(r"would take (\d+) bytes, (\d+) of them this job's", paused.reason)[0][1])
+            assert size > 20
+            assert "have the operator raise --limit data_bytes; then `flowfleet resume` the job" in paused.reason
+            await fleet.restart(**allowed, limits=Limits(data_bytes=size))
+            await fleet.store.jobs.request(found.id, "resume")
+            done = await fleet.reached(found.id, lambda record: record.status.terminal)
+            assert (done.status, done.data_bytes) == (JobStatus.SUCCEEDED, size)
+        site.shutdown()
 
 
 async def test_a_queued_job_that_may_not_be_read_any_more_pauses_and_can_be_cancelled(run: Run, job: Job) -> None:

@@ -1,19 +1,25 @@
 """Opens a job for its driver: fetches what it reads before its first step."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+from flowfleet.api.jobs import JobStatus
+from flowfleet.errors import Full
 from flowfleet.job.fingerprints import fingerprints
 from flowfleet.job.model_files import exported_folder
 from flowfleet.job.spec import JobSpec
 from flowfleet.prompts.prompt import Prompt
 from services.controller.jobs.submission.data_checks import prompt_problems
 from services.controller.jobs.submission.model_checks import family_at
+from services.controller.limits import Limits
 from services.controller.prompts.conditions import ConditionShapes
-from services.controller.prompts.sources import Sources
+from services.controller.prompts.sources import Missing, Sources, Unread
 from services.controller.reading.packed import Prompts
-from services.controller.reading.places import is_remote
+from services.controller.reading.places import NotAllowed, is_remote
+from services.controller.store.records import JobRecord
+from services.controller.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,34 @@ class JobData:
     def close(self) -> None:
         for prompts in self.read:
             prompts.close()
+
+
+class Unopened(Exception):
+    """The job's settings or files cannot be read now, for the reason given: somebody must change that."""
+
+
+async def opened(record: JobRecord, sources: Sources, store: Store, limits: Limits) -> JobData:
+    """Opens a stored job. Raises Unopened where it cannot be read any more, or where data that its submit did not read
+    have no room, ValueError where it never could be read."""
+    try:
+        data = await asyncio.to_thread(open_job, record.job_spec(), sources)
+    except Unread:
+        raise
+    except ValueError as error:
+        has_begun = record.status is not JobStatus.QUEUED or record.started_at is not None
+        if isinstance(error, NotAllowed | Missing) or has_begun:
+            raise Unopened(str(error)) from None
+        raise
+    size = sum(prompts.size_bytes for prompts in data.read)
+    if size > record.data_bytes:  # a submit reads nothing remote
+        others = [other for other in await store.jobs.unended() if other.id != record.id]
+        try:
+            limits.check_room(record.job_spec(), others, size)
+        except Full as error:
+            data.close()
+            raise Unopened(str(error)) from None
+        await store.jobs.set_data_bytes(record.id, size)
+    return data
 
 
 def open_job(spec: JobSpec, sources: Sources) -> JobData:
