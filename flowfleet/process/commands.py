@@ -13,7 +13,10 @@ SAMPLE_PORT: Final = 7100
 METRICS_PORT: Final = 9470
 RENDEZVOUS_PORT: Final = 29500
 RENDEZVOUS_TIMEOUT_S: Final = 86_400
-"""Pods that have a node wait so long for those that have none yet; the controller tells meanwhile what is missing."""
+"""Pods that have a node wait so long for the others. The controller ends those that cannot all be placed long before
+(services/controller/platforms/kubernetes/placement.py)."""
+SHUTDOWN_MARGIN_S: Final = 10
+"""Seconds after the drain in which ranks may still end; torchrun then kills them."""
 
 
 def forkserver_command(python: str, *modules: str) -> list[str]:
@@ -34,6 +37,7 @@ def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: 
         f"--nproc-per-node={ranks_per_pod}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--rdzv-backend=static",
+        f"--shutdown-timeout={drain_s + SHUTDOWN_MARGIN_S}",
         f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT_S}",
         f"--master-addr={master}",
         f"--master-port={RENDEZVOUS_PORT}",

@@ -718,6 +718,36 @@ class ExportModelResponse(_message.Message):
 Global___ExportModelResponse: _TypeAlias = ExportModelResponse  # noqa: Y015
 
 @_typing.final
+class EndTrainerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndTrainerRequest: _TypeAlias = EndTrainerRequest  # noqa: Y015
+
+@_typing.final
+class EndTrainerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndTrainerResponse: _TypeAlias = EndTrainerResponse  # noqa: Y015
+
+@_typing.final
 class GetTrainerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

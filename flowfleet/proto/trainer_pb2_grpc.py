@@ -65,6 +65,11 @@ class TrainerServiceStub:
                 request_serializer=flowfleet_dot_v1_dot_trainer__pb2.GetTrainerStatusRequest.SerializeToString,
                 response_deserializer=flowfleet_dot_v1_dot_trainer__pb2.TrainerStatus.FromString,
                 _registered_method=True)
+        self.End = channel.unary_unary(
+                '/flowfleet.v1.TrainerService/End',
+                request_serializer=flowfleet_dot_v1_dot_trainer__pb2.EndTrainerRequest.SerializeToString,
+                response_deserializer=flowfleet_dot_v1_dot_trainer__pb2.EndTrainerResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer:
@@ -112,6 +117,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def End(self, request, context):
+        """Ends all ranks with exit code 0 once the running command has ended: the job is over, and nothing of it is saved. Answers before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +156,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=flowfleet_dot_v1_dot_trainer__pb2.GetTrainerStatusRequest.FromString,
                     response_serializer=flowfleet_dot_v1_dot_trainer__pb2.TrainerStatus.SerializeToString,
+            ),
+            'End': grpc.unary_unary_rpc_method_handler(
+                    servicer.End,
+                    request_deserializer=flowfleet_dot_v1_dot_trainer__pb2.EndTrainerRequest.FromString,
+                    response_serializer=flowfleet_dot_v1_dot_trainer__pb2.EndTrainerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class TrainerService:
             '/flowfleet.v1.TrainerService/GetStatus',
             flowfleet_dot_v1_dot_trainer__pb2.GetTrainerStatusRequest.SerializeToString,
             flowfleet_dot_v1_dot_trainer__pb2.TrainerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def End(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flowfleet.v1.TrainerService/End',
+            flowfleet_dot_v1_dot_trainer__pb2.EndTrainerRequest.SerializeToString,
+            flowfleet_dot_v1_dot_trainer__pb2.EndTrainerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class TrainerServiceStub:
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes the trained model in diffusers (full) or PEFT (LoRA) layout."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStatusRequest, _trainer_pb2.TrainerStatus]
+    End: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EndTrainerRequest, _trainer_pb2.EndTrainerResponse]
+    """Ends all ranks with exit code 0 once the running command has ended: the job is over, and nothing of it is saved. Answers before."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -63,6 +65,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the trained model in diffusers (full) or PEFT (LoRA) layout."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStatusRequest, _trainer_pb2.TrainerStatus]  # type: ignore[assignment]
+    End: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EndTrainerRequest, _trainer_pb2.EndTrainerResponse]  # type: ignore[assignment]
+    """Ends all ranks with exit code 0 once the running command has ended: the job is over, and nothing of it is saved. Answers before."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """One job's trainer. Rank 0 of a torchrun group speaks it; the other ranks follow rank 0."""
@@ -114,5 +118,13 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.GetTrainerStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainerStatus, _abc.Awaitable[_trainer_pb2.TrainerStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def End(
+        self,
+        request: _trainer_pb2.EndTrainerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.EndTrainerResponse, _abc.Awaitable[_trainer_pb2.EndTrainerResponse]]:
+        """Ends all ranks with exit code 0 once the running command has ended: the job is over, and nothing of it is saved. Answers before."""
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,6 +29,7 @@ from flowfleet.rpc import endpoint as rpc
 from services.trainer import termination
 from services.trainer.checkpoints.fence import Replaced
 from services.trainer.commands import Command, Kind
+from services.trainer.leaving import leave
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
@@ -73,17 +74,21 @@ async def lead(options: argparse.Namespace) -> None:
     """Rank 0: serves until SIGTERM, too long a silence, or a failure that left the ranks in an unknown state."""
     with termination.recorded():
         ranks = Ranks()
-    stop, failed = asyncio.Event(), asyncio.Event()
+    stop, failed, told = asyncio.Event(), asyncio.Event(), asyncio.Event()
     worker = Worker(ranks, _blobs())
 
     def on_fatal() -> None:
         failed.set()
         stop.set()
 
+    def on_end() -> None:
+        told.set()
+        stop.set()
+
     runner = Runner(worker, on_fatal)
     publisher = Publisher(worker, runner, _transfer_host(options))
     replica = _replica(options, worker, asyncio.get_running_loop(), on_fatal)
-    service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex)
+    service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex, on_end)
     server = rpc.make_server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
     watches = [
@@ -95,7 +100,8 @@ async def lead(options: argparse.Namespace) -> None:
     async def drain() -> None:
         nonlocal settled
         await replica.leave(0.0)
-        settled = await runner.settled(0.0 if failed.is_set() else options.drain_s)
+        saved = None if told.is_set() else worker.job  # nothing of an ended job is needed any more
+        settled = await (runner.settled(0.0) if failed.is_set() else leave(saved, runner, options.drain_s))
 
     await rpc.serve(
         server,

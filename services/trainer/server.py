@@ -1,6 +1,7 @@
 """TrainerService on rank 0: checks requests against the record, then has all ranks execute them."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from flowfleet.errors import Conflict
@@ -17,12 +18,21 @@ from services.trainer.worker import Job, Worker, step_response
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """Wires worker, runner and publisher to the calls of trainer.proto."""
 
-    def __init__(self, worker: Worker, runner: Runner, publisher: Publisher, metrics: JobMetrics, incarnation: str):
+    def __init__(
+        self,
+        worker: Worker,
+        runner: Runner,
+        publisher: Publisher,
+        metrics: JobMetrics,
+        incarnation: str,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._worker = worker
         self._runner = runner
         self._publisher = publisher
         self._metrics = metrics
         self._incarnation = incarnation
+        self._on_end = on_end
         self._last_call = time.monotonic()
 
     @property
@@ -82,6 +92,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             device=str(self._worker.ranks.device),
             ranks=self._worker.ranks.beats.progress(),
         )
+
+    async def End(self, request: trainer_pb2.EndTrainerRequest, context: Any) -> trainer_pb2.EndTrainerResponse:
+        self._on_end()
+        return trainer_pb2.EndTrainerResponse()
 
     async def _train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         async with self._runner.turn():

@@ -103,7 +103,8 @@ class Demo(Release):
             f"{results['samples_dropped']}, {results['duplicates']} duplicates"
         )
         assert results["held_out_reward"] - (curve[0] or 0.0) > LEARNT
-        self.wait("the trainer's pods are gone", lambda: not self.pods("trainer"), 60)
+        ends = {pod["status"]["phase"] for pod in self.pods("trainer")}
+        assert ends == {"Succeeded"}, ends
 
     def uninstall(self) -> None:
         self.cluster.helm("uninstall", RELEASE, "--wait", "--timeout", "3m")

@@ -204,6 +204,9 @@ class Trainers:
     async def termination_message(self, job_id: str) -> str:
         return ""
 
+    async def ended(self, job_id: str) -> None:
+        return
+
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         if (trainer := self._running.pop(job_id, None)) is not None:
             await trainer.stop()

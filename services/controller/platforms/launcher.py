@@ -34,6 +34,9 @@ class Launcher(Protocol):
     async def termination_message(self, job_id: str) -> str:
         """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
 
+    async def ended(self, job_id: str) -> None:
+        """Waits a while for a trainer that ends by itself."""
+
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         """Ends the trainer, if there is one; `at_once` one that hangs, which can handle no signal."""
 
@@ -59,6 +62,9 @@ class FencedLauncher:
 
     async def termination_message(self, job_id: str) -> str:
         return await self._launcher.termination_message(job_id)
+
+    async def ended(self, job_id: str) -> None:
+        await self._launcher.ended(job_id)
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         await self._lease.confirm()

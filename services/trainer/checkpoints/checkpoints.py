@@ -219,8 +219,17 @@ class Checkpoints:
     @property
     def oldest(self) -> int:
         """Steps in the oldest checkpoint that is kept as one of the newest; 0 without any."""
-        kept = self._paths()[: self.keep_last]
-        return int(kept[-1].name.removeprefix("step-")) if kept else 0
+        return min(self.steps[: self.keep_last], default=0)
+
+    @property
+    def newest(self) -> int:
+        """Steps in the newest checkpoint; 0 without any."""
+        return max(self.steps, default=0)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps in each checkpoint, newest first."""
+        return [int(path.name.removeprefix("step-")) for path in self._paths()]
 
     def _paths(self) -> list[Path]:
         """Newest first."""

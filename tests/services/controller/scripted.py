@@ -156,6 +156,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Metrics by step."""
         self.saves: list[trainer_pb2.SaveCheckpointRequest] = []
         self.exports: list[trainer_pb2.ExportModelRequest] = []
+        self.num_ends = 0
         self.reads = False
         """Whether it reads its samples, as a trainer does."""
         self.refuses = ""
@@ -205,6 +206,10 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ExportModel(self, request: Any, context: Any) -> trainer_pb2.ExportModelResponse:
         self.exports.append(request)
         return trainer_pb2.ExportModelResponse(path="model")
+
+    async def End(self, request: Any, context: Any) -> trainer_pb2.EndTrainerResponse:
+        self.num_ends += 1
+        return trainer_pb2.EndTrainerResponse()
 
     async def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
         for first in self.ranks[:1]:
@@ -257,6 +262,9 @@ class ScriptedLauncher:
 
     async def termination_message(self, job_id: str) -> str:
         return ""
+
+    async def ended(self, job_id: str) -> None:
+        return
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         return

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from flowfleet.data.blobs import SyncBlobs
+from flowfleet.proto import trainer_pb2
 from tests.services.trainer.pods import TOKEN, Pods
 from tests.services.trainer.processes import Launch
-from tests.services.trainer.steps import Drawer, make_spec
+from tests.services.trainer.steps import JOB, Drawer, make_spec
 
 pytestmark = pytest.mark.long
 
@@ -59,6 +60,38 @@ def test_rank_0_ends_at_the_next_command_after_the_other_pod(
         pods.configure(make_spec(tiny_qwen_image, trainer={"world_size": 2}))
     assert time.monotonic() - began < SOON_S
     assert pods.codes(SOON_S, lambda: None) == [1, 1]
+
+
+def test_two_pods_complete_when_their_job_is_over(tiny_qwen_image: Path, launch: Launch, tmp_path: Path) -> None:
+    pods = Pods(launch, tmp_path)
+    pods.configure(make_spec(tiny_qwen_image, trainer={"world_size": 2}))
+    assert pods.codes(SOON_S, lambda: pods.call("End", trainer_pb2.EndTrainerRequest())) == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_preempted_trainer_saves_its_adapter_or_says_what_is_lost(
+    mode: str, tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, tmp_path: Path
+) -> None:
+    """A preemption and a drain send SIGTERM to the pods; torchrun hands it on."""
+    spec = make_spec(tiny_qwen_image, trainer={"world_size": 2, "mode": mode})
+    pods = Pods(launch, tmp_path)
+    pods.configure(spec)
+    drawer = Drawer(spec)
+    pods.call("TrainStep", drawer.draw(blobs, 0))
+    pods.call("SaveCheckpoint", trainer_pb2.SaveCheckpointRequest(job_id=JOB))
+    for step in (1, 2):
+        pods.call("TrainStep", drawer.draw(blobs, step))
+    codes = pods.codes(SOON_S, lambda: [pod.agent.terminate() for pod in pods.pods])
+    assert None not in codes
+    said = pods.pods[0].log.read_text()
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    if mode == "full":
+        assert "full weights are not saved on a signal; steps since checkpoint 1 will be repeated: 2" in said
+        assert saved == ["step-00000001"]
+        return
+    assert "saved " in said
+    assert saved == ["step-00000001", "step-00000003"]
+    assert Pods(launch, tmp_path).configure(spec).applied_steps == 3
 
 
 @pytest.mark.parametrize("evicted", [0, 1])

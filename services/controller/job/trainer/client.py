@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 
@@ -13,6 +14,8 @@ from flowfleet.rpc.kinds import job_token
 from services.controller.platforms.launcher import Launcher, stop_for_good, stopped
 from services.controller.rewards.gradients import GradientRewards
 from services.controller.waiting import NotYet
+
+END_DEADLINE_S = 2.0
 
 
 class JobTrainer:
@@ -66,4 +69,9 @@ class JobTrainer:
         return await stopped(self._launcher, self._job_id, at_once=at_once)
 
     async def stop_for_good(self) -> None:
+        """Has the trainer of an ended job end by itself, with exit code 0, then stops what is left of it."""
+        if self.address:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self.stub().End(trainer_pb2.EndTrainerRequest(), timeout=END_DEADLINE_S)
+                await self._launcher.ended(self._job_id)
         await stop_for_good(self._launcher, self._job_id)

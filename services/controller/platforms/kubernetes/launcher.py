@@ -101,6 +101,11 @@ class KubernetesLauncher:
         why, own_fault = await self._post_mortem(attempt)
         return why if own_fault else ""
 
+    async def ended(self, job_id: str) -> None:
+        """Its Job then stays as Completed, with the logs of its pods, until its time to live is over."""
+        timeout_s = max(map(_grace_s, self._attempts(job_id)), default=0.0)
+        await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
+
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         """Returns once its pods are gone, or after a while. Kubelets kill what does not end within its grace period,
         which `at_once` makes the shortest that is not 0: then a pod would be forgotten while it may still run."""
@@ -118,7 +123,7 @@ class KubernetesLauncher:
     async def keep_only(self, job_ids: Collection[str]) -> None:
         for attempt in list(self._directory.jobs.objects.values()):
             job_id = _job_id(attempt)
-            if job_id and job_id not in job_ids and not pods.terminating(attempt):
+            if job_id and job_id not in job_ids and not pods.terminating(attempt) and not _completed(attempt):
                 log.warning("deleted the trainer of an ended job", extra={"job": job_id})
                 with contextlib.suppress(Unavailable):  # the next controller to lead tries again
                     await self._delete(attempt)
@@ -126,8 +131,9 @@ class KubernetesLauncher:
     # -- attempts ------------------------------------------------------------------------------------------------
 
     def _attempts(self, job_id: str) -> list[Object]:
-        """Oldest first, those that are being deleted too."""
-        found = [job for job in self._directory.jobs.objects.values() if _job_id(job) == job_id]
+        """Oldest first, those that are being deleted too. Completed ones are history."""
+        jobs = self._directory.jobs.objects.values()
+        found = [job for job in jobs if _job_id(job) == job_id and not _completed(job)]
         return sorted(found, key=lambda job: str(job["metadata"]["creationTimestamp"]))
 
     def _newest(self, job_id: str) -> Object | None:
@@ -210,7 +216,7 @@ class KubernetesLauncher:
         api, jobs = self._directory.api, self._directory.jobs
         found, _ = await api.list(JOBS, f"{INSTANCE}={self._release},{JOB}={job_id}")
         for attempt in found:
-            if not pods.terminating(attempt):
+            if not pods.terminating(attempt) and not _completed(attempt):
                 jobs.put(attempt)
                 return attempt
         await self.stop(job_id)
@@ -294,6 +300,10 @@ def _ended(attempt: Object) -> bool:
     """Or is about to: its outcome is certain."""
     kinds = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")
     return any(pods.condition(attempt, kind).get("status") == "True" for kind in kinds)
+
+
+def _completed(attempt: Object) -> bool:
+    return pods.condition(attempt, "Complete").get("status") == "True"
 
 
 def _demand(attempt: Object) -> str:

@@ -42,7 +42,7 @@ class TrainerTemplate:
     accelerator: str
     """Resource of which each rank gets one; "" for CPUs."""
     drain_s: int
-    """Time for a running command to end on SIGTERM; torchrun kills ranks after 30 s."""
+    """Time for a running command to end, and for an adapter to be saved, on SIGTERM."""
     subdomain: str
 
     def pods(self, ranks: int) -> int:

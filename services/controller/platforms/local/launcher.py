@@ -85,6 +85,9 @@ class LocalLauncher:
     async def termination_message(self, job_id: str) -> str:
         return (_read_if_there(str(self._words(job_id))) or "").strip()
 
+    async def ended(self, job_id: str) -> None:
+        return  # `stop` waits for it
+
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         process = self._read(job_id)
         if process is not None:

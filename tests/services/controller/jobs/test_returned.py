@@ -111,3 +111,4 @@ async def test_a_job_without_a_place_continues_where_it_was(
         assert refused == [first.id]
         assert (num_done > 0) == has_trained
         assert [request.step for request in fleet.trainer.steps] == [0, 1, 2]
+        assert fleet.trainer.num_ends == 1, "it is asked to end once its job has ended, and not as its job returns"

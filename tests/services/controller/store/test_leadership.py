@@ -239,5 +239,8 @@ class Launched:
     async def keep_only(self, job_ids: Collection[str]) -> None:
         self.calls.extend(job_ids)
 
+    async def ended(self, job_id: str) -> None:
+        return
+
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         self.calls.append(job_id)

@@ -126,3 +126,33 @@ async def test_the_termination_message_is_those_of_the_rank_that_failed_not_of_t
     del directory.pods.objects["t-1"]
     directory.pods.put(failed(1, "rank 1: ValueError: the noise has 3 steps"))
     assert (await asked) == "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"
+
+
+async def test_a_trainer_that_ends_by_itself_is_left_with_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Job is neither waited for, deleted, nor taken for one that lives."""
+    deleted: list[str] = []
+
+    class DeletingApi:
+        async def delete(self, resource: Any, name: str, *, grace_s: int | None = None) -> None:
+            deleted.append(name)
+
+    directory = Directory(DeletingApi())
+    metadata = {
+        "name": "t",
+        "uid": "u",
+        "labels": {"flowfleet.io/job": "job"},
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    attempt = {"metadata": metadata, "spec": {"template": {"spec": {}}}}
+    launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
+    directory.jobs.put(attempt)
+    waiting = asyncio.create_task(launcher.ended("job"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    directory.jobs.objects["t"] = {**attempt, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    directory.jobs._tell()
+    await asyncio.wait_for(waiting, 5)
+    await launcher.stop("job")
+    await launcher.keep_only([])
+    assert not await launcher.alive("job")
+    assert deleted == []

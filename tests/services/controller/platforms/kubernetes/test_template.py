@@ -84,6 +84,7 @@ def test_what_the_launcher_puts_in() -> None:
         "--nproc-per-node=8",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--rdzv-backend=static",
+        "--shutdown-timeout=30",
         "--rdzv-conf=timeout=86400",
         "--master-addr=f-1-0.f-trainer",
         "--master-port=29500",
