@@ -1,7 +1,5 @@
 """The sizes of a rehearsal, its durations and addresses."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -86,9 +84,8 @@ def write_inputs(folder: Path) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each setting."""
     for item in fields(Load):
-        kind = int if item.type == "int" else float
         name = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(name, type=kind, default=item.default, help=f"({item.default})")
+        parser.add_argument(name, type=type(item.default), default=item.default, help=f"({item.default})")
 
 
 def from_flags(options: argparse.Namespace) -> Load:

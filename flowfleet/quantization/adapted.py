@@ -9,8 +9,6 @@ A merged adapter is part of the weight, a copy that is rounded again for each ve
 adapter changes most weights by less than a step of bfloat16, let alone float8, so that rounding replaces it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 

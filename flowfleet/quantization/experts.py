@@ -4,8 +4,6 @@ On GPUs of compute capability 9.0 and newer one grouped product multiplies all r
 experts by the product of `products`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ On CUDA each is one Triton kernel (fused_triton.py); elsewhere it is the formula
 which round after each. Results hold both the values, for adapters and gradients, and their float8 rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

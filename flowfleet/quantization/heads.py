@@ -4,8 +4,6 @@ On CUDA it is one Triton kernel (heads_triton.py), which writes where attention 
 formula itself, by torch's own operations in diffusers' order, which round after each.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

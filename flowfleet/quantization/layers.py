@@ -8,8 +8,6 @@ by their `quant_method`; `replace_weights` rounds the experts of a mixture as we
 are left alone. `train_in_fp8` is for a trainer of all weights (`trainer.quantization`), which rounds them each time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ them in before it is rounded itself. The kernels want the summed dimension of bo
 transposed copy is made for that product alone, a layer at a time.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -4,8 +4,6 @@
 would read and compute its input twice: for the largest value, then for rounding.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

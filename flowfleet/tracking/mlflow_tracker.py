@@ -1,7 +1,5 @@
 """MLflow, at `MLFLOW_TRACKING_URI`. A metric that is sent twice with its time is one metric, and files are replaced."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Trackio: files of this machine (`TRACKIO_DIR`), a server (`TRACKIO_SERVER_URL`) or a Space (`TRACKIO_SPACE_ID`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path

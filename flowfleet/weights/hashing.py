@@ -4,8 +4,6 @@ On CUDA one Triton kernel reads every tensor once, in one launch for all; elsewh
 read the words a dozen times. Both give the same 64 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Files that a job's rewards run: another one in mid-run would change what the job learns, so the job pauses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress

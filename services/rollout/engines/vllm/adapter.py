@@ -4,8 +4,6 @@ vLLM multiplies B by alpha / rank when it adds an adapter. So the adapter is kep
 the layers hold is compared with that, scaled alike, and then hashed under its published name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

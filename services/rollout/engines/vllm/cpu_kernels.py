@@ -3,8 +3,6 @@
 vLLM's own worker, model runner and layers for CPUs call these as `torch.ops._C.*`; a build with kernels keeps its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final

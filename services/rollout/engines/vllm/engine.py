@@ -5,8 +5,6 @@ leaves room for the next. Weights change in place, on the same thread, while not
 under the old weights is then dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Starts vLLM in this process. vLLM is not imported before."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

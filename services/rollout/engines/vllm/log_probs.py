@@ -6,8 +6,6 @@ Tokens that are never drawn are masked here for all sequences at once; vLLM's ba
 each sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

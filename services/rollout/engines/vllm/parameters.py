@@ -4,8 +4,6 @@ vLLM fuses q, k and v, and gate and up projections, and pads vocabularies. What 
 copies into one or hashes it works on what the forward uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Requests for sequences in vLLM's form, and their results. Used on the engine's thread alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

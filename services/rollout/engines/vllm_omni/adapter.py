@@ -4,8 +4,6 @@ vLLM-Omni multiplies B by alpha / rank when it sets an adapter. So the adapter i
 what the layers hold is compared with that, scaled alike, and then hashed under its published name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

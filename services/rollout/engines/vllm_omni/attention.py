@@ -1,7 +1,5 @@
 """Attention on CPUs: torch's `scaled_dot_product_attention`, as vLLM-Omni calls it elsewhere."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 

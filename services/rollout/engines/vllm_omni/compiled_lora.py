@@ -6,8 +6,6 @@ copies the whole output first. While compiling, one product takes all A matrices
 adds those of B where the large product was written (flowfleet/quantization/adapted.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any

@@ -5,8 +5,6 @@ change between two batches: the engine pauses scheduling, which lets the running
 RPC, and resumes scheduling.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import uuid

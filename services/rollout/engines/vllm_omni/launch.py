@@ -1,7 +1,5 @@
 """Starts vLLM-Omni in this process, with our pipelines and worker extension. vLLM-Omni is not imported before."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging

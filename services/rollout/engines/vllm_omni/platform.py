@@ -1,7 +1,5 @@
 """vLLM-Omni's platform for CPUs, which it does not bring itself: one device, no streams, no pools, no inductor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

@@ -3,8 +3,6 @@
 vLLM-Omni calls it in every process that imports it, so it does nothing unless one of our engines set `ASKED`.
 """
 
-from __future__ import annotations
-
 import os
 
 TARGET = "VLLM_TARGET_DEVICE"

@@ -4,8 +4,6 @@
 the packages' `__init__`, which import whole models. Here the packages are registered without running theirs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ decoding are then the very functions that the diffusers engine and the trainer c
 fused projections, vLLM's linears and LoRA layers, vLLM-Omni's attention.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Qwen-Image on vLLM-Omni's transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Maps families to our vLLM-Omni pipelines. Free of vLLM-Omni, so that a wrong model fails at once."""
 
-from __future__ import annotations
-
 from flowfleet.models.registry import ModelFamily
 
 PIPELINES = {

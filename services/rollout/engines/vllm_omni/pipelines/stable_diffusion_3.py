@@ -1,7 +1,5 @@
 """Stable Diffusion 3 and 3.5 on vLLM-Omni's transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
