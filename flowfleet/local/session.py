@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -30,9 +29,9 @@ from flowfleet.local.supervision.health import PROBE_TIMEOUT_S, grpc_serves
 from flowfleet.local.supervision.supervisor import Supervisor
 from flowfleet.process.proxies import direct_to_loopback
 from flowfleet.process.service import API_KEY, RPC_TOKEN
-from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.proto.reward_pb2 import DescribeRequest
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.redis.server import command
-from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.tls import TLS_DIR
 
 logger = logging.getLogger(__name__)
@@ -157,17 +156,13 @@ def reload_reward(state: StateDir, name: str, timeout_s: float) -> int:
     write_atomically(file, json.dumps({**before, name: ""}))  # a job may ask it before its version is known here
     try:
         process = restart_process(state, f"reward-{name}", timeout_s)
-        token = secrets.read(state.secrets, "reward")[RPC_TOKEN]
-        before[name] = asyncio.run(_version(process.address, token))
+        token = ("authorization", f"Bearer {secrets.read(state.secrets, 'reward')[RPC_TOKEN]}")
+        with grpc.insecure_channel(process.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            asked = RewardServiceStub(channel).Describe(DescribeRequest(), timeout=DESCRIBE_S, metadata=(token,))
+        before[name] = asked.version
     finally:
         write_atomically(file, json.dumps(before))
     return process.pid
-
-
-async def _version(address: str, token: str) -> str:
-    async with open_channel(address, token=token) as channel:
-        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(channel)
-        return (await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_S)).version
 
 
 def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[str]:

@@ -51,7 +51,7 @@ from services.controller.prompts.sources import Unread
 from services.controller.retention.folders import JOBS, Folders
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
-from services.controller.rewards.files import RewardFiles
+from services.controller.rewards.files import changed_file
 from services.controller.rewards.gradients import GradientRewards
 from services.controller.rewards.job_rewards import JobRewards, modality_of
 from services.controller.rewards.metrics import RewardCalls
@@ -441,7 +441,7 @@ class JobScheduler:
             spec.timeouts.score_s,
             modality_of(spec),
             self._reward_calls,
-            RewardFiles(partial(self._store.rewards.file, job_id), self._settings.state_dir / RELOADED),
+            partial(changed_file, partial(self._store.rewards.file, job_id), self._settings.state_dir / RELOADED),
             patience_s=spec.timeouts.rewards_s,
             pending_s=spec.timeouts.pending_s,
         )

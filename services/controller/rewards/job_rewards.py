@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -27,7 +27,6 @@ from services.controller.rewards.answers import Answer
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.composition import PREFERENCE, Composed, compose
 from services.controller.rewards.failures import RewardFailure, RewardPause, why_failed, why_pending
-from services.controller.rewards.files import RewardFiles
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
 
@@ -104,7 +103,7 @@ class JobRewards:
         deadline_s: float,
         modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
         calls: RewardCalls | None = None,
-        files: RewardFiles | None = None,
+        changed_file: Callable[[str, str, Collection[Answer]], Awaitable[str]] | None = None,
         patience_s: float = 1800.0,
         pending_s: float = 72_000.0,
         clock: Callable[[], float] = time.monotonic,
@@ -112,7 +111,7 @@ class JobRewards:
         self._directory = directory
         self._deadline_s = deadline_s
         self._modality = modality
-        self._calls, self._files = calls or RewardCalls(CollectorRegistry()), files
+        self._calls, self._changed_file = calls or RewardCalls(CollectorRegistry()), changed_file
         self._patience_s, self._pending_s = patience_s, pending_s
         self._clock = clock
         self._services: dict[str, RewardService] = {}
@@ -218,7 +217,8 @@ class JobRewards:
                 raise
             self._failed(name, part, count, attempt, failure)
             return None
-        if self._files and (changed := await self._files.changed(name, part.service_of(name), answers.values())):
+        check = self._changed_file
+        if check and (changed := await check(name, part.service_of(name), answers.values())):
             self._pause(name, count, changed)
         outage.worked(self._clock())
         if pending := [answer.problem for answer in answers.values() if answer.fault == "pending"]:
