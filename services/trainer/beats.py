@@ -26,6 +26,9 @@ STORE_TIMEOUT = timedelta(seconds=30)
 LOAD_S = 600.0
 CONNECT_S = 600.0
 COMPILE_S = 3600.0
+COMPILE_SILENCE_S = 600.0
+"""Longest time without a sign in a compilation. It may hold the interpreter's lock, but compilers run as processes and
+the rest is Python: the longest hold of a whole block's compilation on CPU was 0.4 s."""
 OUTSIDE_S = 120.0
 HEARD_S = 1.0
 """Maximum seconds that a compilation waits for the controller to hear of it: it may hold the interpreter's lock."""
@@ -45,13 +48,9 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"  # reads or writes a whole checkpoint, or writes the trained model
 
 
-HOLDS_LOCK = frozenset({Phase.COMPILE})
-"""Phases that may keep the interpreter's lock, so that no thread of the rank can give a sign."""
-
-
 def silence_s(phase: Phase, timeouts: TimeoutPart) -> float:
     """The longest time without a sign in a phase, in seconds: a process that stands still gives none."""
-    return limit_s(phase, timeouts) if phase in HOLDS_LOCK else timeouts.hang_s
+    return max(timeouts.hang_s, COMPILE_SILENCE_S if phase is Phase.COMPILE else 0.0)
 
 
 def limit_s(phase: Phase, timeouts: TimeoutPart) -> float:

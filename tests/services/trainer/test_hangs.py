@@ -15,10 +15,11 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from flowfleet.data.blobs import SyncBlobs
+from flowfleet.job.spec import TimeoutPart
 from flowfleet.proto import trainer_pb2
 from services.controller.job.trainer.hangs import HangJudge, Progress
 from services.controller.job.trainer.watch import ANSWER_S, LOOK_S, told_by
-from services.trainer.beats import CARRY_S, Beats, Phase
+from services.trainer.beats import CARRY_S, Beats, Phase, limit_s, silence_s
 from tests.forks import start
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
@@ -51,8 +52,15 @@ def test_no_rank_is_inside_the_store_once_it_is_closed(monkeypatch: pytest.Monke
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize(("hang_s", "expected"), [(120.0, 600.0), (1200.0, 1200.0)])
+def test_a_silent_compilation_is_found_long_before_its_limit(hang_s: float, expected: float) -> None:
+    timeouts = TimeoutPart(hang_s=hang_s)
+    assert silence_s(Phase.COMPILE, timeouts) == expected < limit_s(Phase.COMPILE, timeouts)
+    assert {silence_s(phase, timeouts) for phase in set(Phase) - {Phase.COMPILE}} == {hang_s}
+
+
 def test_a_suspended_rank_is_named_in_time_whatever_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not while it may hold the interpreter's lock, which looks the same."""
+    """Later while it may hold the interpreter's lock, which looks the same."""
     hang_s, phases = 1.0, [Phase.IDLE, *Phase]
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "HANG_S": str(hang_s)}
