@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowfleet.api.fleet import Fleet
-from flowfleet.api.jobs import Job, Progress
+from flowfleet.api.jobs import Job
 from flowfleet.api.samples import Sample
 from flowfleet.cli.options import out, tell
 from flowfleet.client.progress import duration, number
@@ -45,22 +45,17 @@ def jobs_table(jobs: Iterable[Job]) -> Table:
     made = table("ID", "NAME", "STATUS", "STEP", "REWARD", "HELD OUT", "AGE")
     for job in jobs:
         progress, age = job.progress, datetime.now(UTC) - job.created_at
+        changed = [step for step in progress.rewards_changed if step < progress.step]
         made.add_row(
             job.id[:SHORT_ID],
             job.name,
             status_text(job.status) + Text(" (warning)" if progress.warning else "", style="yellow"),
             f"{progress.step}/{progress.steps}",
-            number(progress.reward) + _since(progress),
+            number(progress.reward) + (f" since step {changed[-1]}" if changed else ""),
             number(progress.held_out_reward),
             duration(age.total_seconds()),
         )
     return made
-
-
-def _since(progress: Progress) -> str:
-    """Step since which the reward is of other rewards than before; empty while they are as submitted."""
-    reached = [step for step in progress.rewards_changed if step < progress.step]
-    return f" since step {reached[-1]}" if reached else ""
 
 
 def status_text(status: str) -> Text:
