@@ -24,8 +24,9 @@ CHANGED: Final = "is not what it was when the job began"
 """Words of every reason that names a changed input."""
 OF_A_FILE: Final = "sha256:"
 """Begins the version of a reward that is a fingerprint of its file."""
-_READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
+READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Suffixes of the files that loading a model, an adapter or a checkpoint reads."""
+ALL: Final = ("",)
 _WHOLE_BYTES: Final = 2**26
 _STRIDE, _PIECE = 2**20, 2**12
 _READERS: Final = 8
@@ -44,7 +45,7 @@ def inputs_of(spec: JobSpec) -> dict[str, str]:
     return {setting: path for setting, path in found.items() if hub.name_of(path) is None}
 
 
-def fingerprint(path: str | Path) -> str:
+def fingerprint(path: str | Path, read: tuple[str, ...] = READ) -> str:
     """Digest of the names, sizes and contents of a folder's files, or of a file; "" where nothing is there.
 
     A file above 64 MiB is read in 4 KiB of each MiB, so that a checkpoint of 40 GB takes seconds: weights that were
@@ -53,7 +54,7 @@ def fingerprint(path: str | Path) -> str:
     is of a format of its own, because another process may read that file.
     """
     root = Path(path)
-    files = sorted(_files(root)) if os.path.isdir(root) else [root]
+    files = sorted(_files(root, read)) if os.path.isdir(root) else [root]
     with ThreadPoolExecutor(_READERS, "fingerprint") as pool:
         digests = pool.map(_digest, files)
         known = [(file, digest) for file, digest in zip(files, digests, strict=True) if digest]
@@ -85,7 +86,7 @@ def change(known: Mapping[str, str], found: Mapping[str, str], places: Mapping[s
     return ""
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path, read: tuple[str, ...]) -> Iterator[Path]:
     seen: set[str] = set()
     for parent, folders, names in os.walk(root, followlinks=True):
         if (here := os.path.realpath(parent)) in seen:
@@ -93,7 +94,7 @@ def _files(root: Path) -> Iterator[Path]:
             continue
         seen.add(here)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if name.endswith(_READ) and not name.startswith("."))
+        yield from (Path(parent, name) for name in names if name.endswith(read) and not name.startswith("."))
 
 
 def _digest(file: Path) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BeforeValidator
 from safetensors import safe_open
 
 from flowfleet import hub
+from flowfleet.job import fingerprints
+from flowfleet.job.fingerprints import READ
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -23,8 +24,6 @@ Checkpoint = Annotated[Path, BeforeValidator(lambda given: hub.checkpoint(given)
 """A folder, or a model of the Hub by name, which becomes the folder of its commit."""
 DIGITS = 12
 """Hexadecimal digits of a fingerprint."""
-
-_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
 def check_checkpoint(folder: Path, setting: str, model_types: Collection[str]) -> Mapping[str, Any]:
@@ -59,26 +58,14 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def fingerprint(*paths: Path) -> str:
-    """Hexadecimal digits that change with the contents of checkpoints, which may be folders or single files.
-
-    Of a folder the small files that count (`.json`, `.txt`, `.model`) are hashed whole. Of a `.safetensors` file the
-    size, the header and 64 evenly spaced blocks of 4 KiB are: training changes every tensor, and so some of them, and
-    files of many GB cost milliseconds. A file that differs from another in a few places alone is not told apart.
-    """
-    digest = hashlib.sha256()
-    for path in paths:
-        files = [path] if path.is_file() else sorted(child for child in path.iterdir() if child.is_file())
-        for file in files:
-            if file.suffix in (".json", ".txt", ".model"):
-                content = file.read_bytes()
-            elif file.suffix == ".safetensors":
-                content = _sampled(file)
-            else:
-                continue
-            name = "" if file is path else file.name
-            digest.update(f"{name} {file.stat().st_size} ".encode() + hashlib.sha256(content).digest())
-    return digest.hexdigest()[:DIGITS]
+def fingerprint(*paths: Path, read: tuple[str, ...] = READ) -> str:
+    """Hexadecimal digits that change with the contents of checkpoints, which may be folders or single files. ValueError
+    for weights that were cut."""
+    for file in [file for path in paths for file in weight_files(path) or [path]]:
+        if file.suffix == ".safetensors":
+            _check_header(file)
+    digests = " ".join(fingerprints.fingerprint(path, read) for path in paths)
+    return hashlib.sha256(digests.encode()).hexdigest()[:DIGITS]
 
 
 def read_scalar(folder: Path, setting: str, name: str) -> float:
@@ -92,33 +79,15 @@ def read_scalar(folder: Path, setting: str, name: str) -> float:
     )
 
 
-def _sampled(file: Path) -> bytes:
-    header, start = _header(file)
-    return json.dumps(header, sort_keys=True).encode() + blocks(file, start)
-
-
-def blocks(file: Path, start: int = 0) -> bytes:
-    """Evenly spaced blocks of a file from `start` on, one after the other."""
-    found = b""
-    with file.open("rb") as stream:
-        last = max(start, file.stat().st_size - _BLOCK_BYTES)
-        for offset in np.linspace(start, last, _BLOCKS).astype(np.int64):
-            stream.seek(int(offset))
-            found += stream.read(_BLOCK_BYTES)
-    return found
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Reads a safetensors file's header, and the offset of its data."""
+def _check_header(file: Path) -> None:
     with file.open("rb") as stream:
         try:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > file.stat().st_size:
                 raise ValueError("longer than the file")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            json.loads(stream.read(length))
         except (struct.error, ValueError) as error:
             raise ValueError(f"{str(file)!r} is no safetensors file, or was cut: fetch it again ({error})") from None
-    return header, 8 + length
 
 
 def _json(folder: Path, setting: str, name: str) -> Mapping[str, Any]:

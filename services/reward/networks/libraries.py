@@ -1,15 +1,12 @@
-"""Wraps another project's library for a scorer: imports it, hashes its files, averages pictures' scores."""
+"""Wraps another project's library for a scorer: imports it, averages pictures' scores."""
 
-import hashlib
 import importlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flowfleet.extras import pip_install
-from services.reward.networks.checkpoints import DIGITS, blocks
 from services.reward.scorer import Outcome, Problem, Score, mean_score
 
 
@@ -31,11 +28,3 @@ def of_samples(found: Sequence[Outcome], lengths: Sequence[int]) -> list[Outcome
 def _of_sample(found: Sequence[Outcome]) -> Outcome:
     scores = [one for one in found if isinstance(one, Score)]
     return mean_score(scores) if len(scores) == len(found) else next(one for one in found if isinstance(one, Problem))
-
-
-def fingerprint_files(folder: Path) -> str:
-    """Digits that change with the files: of each its name, size and 64 evenly spaced blocks."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode() + blocks(file))
-    return digest.hexdigest()[:DIGITS]

@@ -20,7 +20,9 @@ from PIL import Image
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from services.reward.networks.libraries import fingerprint_files, library, of_samples
+from flowfleet.job.fingerprints import ALL
+from services.reward.networks.checkpoints import fingerprint
+from services.reward.networks.libraries import library, of_samples
 from services.reward.networks.torch_models import ModelScorer, batches, pick_device
 from services.reward.scorer import Outcome, Sample, Score, ScorerSettings
 
@@ -55,7 +57,7 @@ class ImageRewardScorer(ModelScorer[ImageRewardSettings]):
             if not (settings.weights / file).is_file():
                 raise ValueError(f"settings.weights = {str(settings.weights)!r} lacks {file}: see docs/scorers.md")
         model_code()
-        self.version = f"1 (image-reward {version('image-reward')} {fingerprint_files(settings.weights)})"
+        self.version = f"1 (image-reward {version('image-reward')} {fingerprint(settings.weights, read=ALL)})"
         super().__init__(settings, num_threads)
         self._model: Any = None
         self._device: torch.device

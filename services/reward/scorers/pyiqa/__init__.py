@@ -21,8 +21,10 @@ import torch
 from pydantic import Field
 
 from flowfleet.hardware import devices
+from flowfleet.job.fingerprints import ALL
 from services.reward.execution.groups import alike
-from services.reward.networks.libraries import fingerprint_files, library, of_samples
+from services.reward.networks.checkpoints import fingerprint
+from services.reward.networks.libraries import library, of_samples
 from services.reward.networks.torch_models import ModelScorer, pick_device
 from services.reward.scorer import Outcome, Problem, Sample, Score, ScorerSettings
 
@@ -55,7 +57,7 @@ class PyiqaScorer(ModelScorer[PyiqaSettings]):
         if settings.weights is not None and not settings.weights.is_dir():
             raise ValueError(f"settings.weights = {str(settings.weights)!r}: no such folder here")
         self._sign = -1.0 if chosen.get("lower_better") else 1.0
-        files = f" {fingerprint_files(settings.weights)}" if settings.weights else ""
+        files = f" {fingerprint(settings.weights, read=ALL)}" if settings.weights else ""
         self.version = f"1 (pyiqa {version('pyiqa')} {settings.metric}{files})"
         super().__init__(settings, num_threads)
         self._metric: Any = None
