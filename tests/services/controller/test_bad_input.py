@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import errno
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
