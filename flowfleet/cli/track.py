@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -57,19 +58,11 @@ def track(
 
 def _tracker(name: str, project: str, tensorboard: Path | None, state_dir: Path) -> Tracker:
     """Imports the one that is asked for, and no other."""
-    if name == "wandb":
-        from flowfleet.tracking.wandb_tracker import WandbTracker
-
-        return WandbTracker(project, state_dir / name)
-    if name == "mlflow":
-        from flowfleet.tracking.mlflow_tracker import MlflowTracker
-
-        return MlflowTracker(project)
-    if name == "trackio":
-        from flowfleet.tracking.trackio_tracker import TrackioTracker
-
-        return TrackioTracker(project)
-    from flowfleet.tracking.tensorboard_tracker import TensorBoardTracker
-
-    assert tensorboard is not None
-    return TensorBoardTracker(tensorboard)
+    kind, given = {
+        "wandb": ("WandbTracker", (project, state_dir / name)),
+        "mlflow": ("MlflowTracker", (project,)),
+        "trackio": ("TrackioTracker", (project,)),
+        "tensorboard": ("TensorBoardTracker", (tensorboard,)),
+    }[name]
+    tracker: Tracker = getattr(importlib.import_module(f"flowfleet.tracking.{name}_tracker"), kind)(*given)
+    return tracker

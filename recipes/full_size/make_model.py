@@ -25,19 +25,13 @@ TEXT_TOKENS = 128
 TEMPLATE_END = 5
 """Tokens of the template after the prompt, which stay: <|im_end|>, line end, <|im_start|>, assistant, line end."""
 NUM_PROMPTS = 512
-CLASSES = {
-    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-    "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
-    "tokenizer": ("transformers", "Qwen2Tokenizer"),
-    "transformer": ("diffusers", "QwenImageTransformer2DModel"),
-    "vae": ("diffusers", "AutoencoderKLQwenImage"),
-}
 
 
 def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bool = False) -> Path:
     """Writes the folder and returns it. `tiny` keeps every part and shrinks it; `num_layers`: of the transformer."""
     directory.mkdir(parents=True, exist_ok=True)
-    sizes = json.loads(Path(__file__).with_name("qwen_image.json").read_text())["tiny" if tiny else "real"]
+    about = json.loads(Path(__file__).with_name("qwen_image.json").read_text())
+    sizes, classes = about["tiny" if tiny else "real"], about["classes"]
     layers = {} if num_layers is None else {"num_layers": num_layers}
     with torch.device("meta"):
         parts: dict[str, Any] = {
@@ -50,9 +44,9 @@ def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bo
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(directory / "tokenizer")
     config = text_encoder_config(tokenizer, sizes["text"], sizes["vision"], tie_word_embeddings=False)
-    config.architectures = [CLASSES["text_encoder"][1]]
+    config.architectures = [classes["text_encoder"][1]]
     config.save_pretrained(directory / "text_encoder")
-    index = {"_class_name": "QwenImagePipeline", "_diffusers_version": diffusers.__version__, **CLASSES}
+    index = {"_class_name": "QwenImagePipeline", "_diffusers_version": diffusers.__version__, **classes}
     (directory / "model_index.json").write_text(json.dumps(index, indent=2))
     prompts = make_prompts(tokenizer, NUM_PROMPTS, TEXT_TOKENS - TEMPLATE_END)
     (directory / PROMPTS).write_text("\n".join(prompts) + "\n")

@@ -8,22 +8,28 @@ project's extra `local`.
 """
 
 import argparse
+import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from diffusers import QwenImagePipeline
+from PIL import Image
 
+from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import Judge
 from recipes.tiny.make_prompts import read_prompts
 from recipes.tiny.making import load
 from recipes.tiny.painting import paint
-from recipes.tiny.pairs import preferences_of, write_preferences
+from recipes.tiny.signs import Pixels
 from services.reward.scorer import Score
 
 MODEL = Path(__file__).parent / "model"
+FILE = "preferences.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,35 @@ def make(options: argparse.Namespace) -> int:
     preferences = preferences_of(pictures, repeated, scores, each, pairs_per_prompt=1)
     write_preferences(options.output, preferences)
     return len(preferences)
+
+
+class Preference(NamedTuple):
+    """Two pictures (S, S, 3) uint8 of one prompt."""
+
+    prompt: str
+    chosen: Pixels
+    rejected: Pixels
+
+
+def preferences_of(
+    pictures: Pixels, prompts: Sequence[str], rewards: Sequence[float], each: int, pairs_per_prompt: int
+) -> list[Preference]:
+    """Pairs of pictures (N, S, S, 3) with N prompts and rewards, `each` of one prompt in a row; see `make_pairs`."""
+    pairs = make_pairs(rewards, [row // each for row in range(len(pictures))], pairs_per_prompt)
+    return [Preference(prompts[pair.winner], pictures[pair.winner], pictures[pair.loser]) for pair in pairs]
+
+
+def write_preferences(folder: Path, preferences: Sequence[Preference]) -> None:
+    """Writes `FILE` with its pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, one in enumerate(preferences):
+        line = {"prompt": one.prompt}
+        for verdict, picture in (("chosen", one.chosen), ("rejected", one.rejected)):
+            line[verdict] = f"{number:05d}-{verdict}.png"
+            Image.fromarray(picture).save(folder / line[verdict])
+        lines.append(json.dumps(line) + "\n")
+    (folder / FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
