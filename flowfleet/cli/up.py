@@ -21,92 +21,73 @@ if TYPE_CHECKING:
     from flowfleet.local.plan import StackOptions
 
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
-Replicas = Annotated[
-    int | None, typer.Option(help="Rollout processes; default: one, or as many as --rollout-devices are for.")
-]
-Rewards = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), NAME=FILE.toml "
-        "(settings of `python`), or NAME=HOST:PORT; repeatable (ocr)."
-    ),
-]
-Model = Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")]
-Dtype = Annotated[str, typer.Option(help="Data type of --model.")]
-EngineName = Annotated[Engine, typer.Option(help="Engine of the rollouts.")]
-MaxBatch = Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")]
-SequenceParallelSize = Annotated[
-    int, typer.Option(min=1, help="Accelerators that share every sample of a rollout (Wan, engine diffusers).")
-]
-DataRoots = Annotated[
-    list[Path] | None,
-    typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
-]
-DataUrls = Annotated[
-    list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
-]
-DataNetworks = Annotated[
-    list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
-]
-HubModels = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ORG[/NAME]",
-        help="Models of the Hub that jobs may name and services download, * for all; repeatable (none).",
-    ),
-]
-RolloutDevices = Annotated[
-    str,
-    typer.Option(help='Accelerators such as 0,1, --sequence-parallel-size per rollout; "auto": the first ones.'),
-]
-TrainerDevices = Annotated[
-    str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
-]
-Keeps = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="Limit on what is kept of ended jobs, such as jobs=200; repeatable."),
-]
-Limits = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE", help="Limit on what jobs may request, such as samples_per_step=512; repeatable."
-    ),
-]
-Archive = Annotated[
-    str | None, typer.Option(metavar="URL", help="Store that ended jobs are copied to before removal (fsspec).")
-]
-StartTimeout = Annotated[float, typer.Option(help="Seconds within which every process must serve.")]
-Hang = Annotated[float, typer.Option(help="Seconds within which a hanging process is restarted.")]
-Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
-NoKey = Annotated[
-    bool, typer.Option("--no-key", help="Let every user of this machine read and steer jobs, without an API key.")
-]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")]
 
 
 def up(
-    replicas: Replicas = None,
-    reward: Rewards = None,
-    model: Model = None,
-    dtype: Dtype = "float32",
-    engine: EngineName = "diffusers",
-    max_batch: MaxBatch = None,
-    sequence_parallel_size: SequenceParallelSize = 1,
-    data_root: DataRoots = None,
-    data_url: DataUrls = None,
-    data_network: DataNetworks = None,
-    hub_model: HubModels = None,
-    rollout_devices: RolloutDevices = "auto",
-    trainer_devices: TrainerDevices = "auto",
-    keep: Keeps = None,
-    limit: Limits = None,
-    archive: Archive = None,
-    start_timeout: StartTimeout = 900.0,
-    hang: Hang = HANG_S,
-    port: Port = DEFAULT_PORT,
+    replicas: Annotated[
+        int | None, typer.Option(help="Rollout processes; default: one, or as many as --rollout-devices are for.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), NAME=FILE.toml "
+            "(settings of `python`), or NAME=HOST:PORT; repeatable (ocr)."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
+    engine: Annotated[Engine, typer.Option(help="Engine of the rollouts.")] = "diffusers",
+    max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
+    sequence_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Accelerators that share every sample of a rollout (Wan, engine diffusers).")
+    ] = 1,
+    data_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
+    ] = None,
+    data_url: Annotated[
+        list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
+    ] = None,
+    data_network: Annotated[
+        list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
+    ] = None,
+    hub_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORG[/NAME]",
+            help="Models of the Hub that jobs may name and services download, * for all; repeatable (none).",
+        ),
+    ] = None,
+    rollout_devices: Annotated[
+        str,
+        typer.Option(help='Accelerators such as 0,1, --sequence-parallel-size per rollout; "auto": the first ones.'),
+    ] = "auto",
+    trainer_devices: Annotated[
+        str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
+    ] = "auto",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Limit on what is kept of ended jobs, such as jobs=200; repeatable."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Limit on what jobs may request, such as samples_per_step=512; repeatable."
+        ),
+    ] = None,
+    archive: Annotated[
+        str | None, typer.Option(metavar="URL", help="Store that ended jobs are copied to before removal (fsspec).")
+    ] = None,
+    start_timeout: Annotated[float, typer.Option(help="Seconds within which every process must serve.")] = 900.0,
+    hang: Annotated[float, typer.Option(help="Seconds within which a hanging process is restarted.")] = HANG_S,
+    port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
-    no_key: NoKey = False,
-    detach: Detach = False,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Let every user of this machine read and steer jobs, without an API key.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Start a stack on this machine: Redis, controller, rollouts, rewards."""
