@@ -65,6 +65,15 @@ def test_an_image_leaves_torch_to_its_device_and_has_a_hash_for_all_else(image: 
     assert all("--hash=sha256:" in entry for entry in entries)
 
 
+def test_an_image_has_one_version_of_a_package_on_both_pythons() -> None:
+    """A marker leaves a package out for one Python; it never gives it another version there."""
+    for path in IMAGES.values():
+        names = re.findall(r"^([a-z0-9.-]+)==", path.read_text(), re.MULTILINE)
+        assert len(names) == len(set(names)), path
+    omni = pins(IMAGES["vllm-omni"])
+    assert omni["cuda-python"] == omni["cuda-bindings"], "cuda-python takes the bindings of its own version alone"
+
+
 def test_images_agree() -> None:
     """A trainer that computed with another version of a model than the rollout would give other log-probs."""
     assert set(IMAGES) == {"controller", "rollout", "reward", "reward-models", "vllm-omni", *LIBRARIES}
