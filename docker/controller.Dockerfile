@@ -1,5 +1,5 @@
 # The control plane: REST, jobs, KEDA's scaler. Without torch and CUDA.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 
 FROM ${BASE} AS packages
 RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd

@@ -3,11 +3,11 @@
 # The stage torch is word for word that of rollout.Dockerfile, so that builds, registries and nodes hold it once. The
 # defaults are for NVIDIA GPUs. For Ascend NPUs BASE is an image of CANN, and TORCH has torch-npu too
 # (`DEVICE=ascend docker/build`); that has not been built, for lack of such an image.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 
 FROM ${BASE} AS torch
-# On CUDA, Triton compiles a launcher of each kernel when it is first used, with a C compiler. Nothing else needs one.
-ARG PACKAGES="gcc libc6-dev"
+# On CUDA, Triton and FlashInfer compile kernels when they are first used; NCCL loads the libraries of RDMA.
+ARG PACKAGES="g++ ibverbs-providers libibverbs1 librdmacm1"
 RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd && \
     if [ -n "${PACKAGES}" ]; then apt-get update -qq && \
     apt-get install -qq -y --no-install-recommends ${PACKAGES} >/dev/null && rm -rf /var/lib/apt/lists/*; fi

@@ -1,7 +1,7 @@
 # The rewards without models of torch: one scorer a service. OCR's models are in the wheel of rapidocr.
 # reward-models.Dockerfile has the others. `docker/build` passes IMAGE, IMPORTS and ABOUT of a scorer with a library of its
 # own, from its scorer.toml.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 
 FROM ${BASE} AS packages
 RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd

@@ -73,6 +73,20 @@ def test_the_base_is_an_argument_with_a_pinned_default(dockerfile: Path) -> None
     )
 
 
+@pytest.mark.parametrize("name", IMAGES)
+def test_our_base_is_one_digest_with_the_python_that_gpus_have_run(name: str) -> None:
+    bases = {instructions(DOCKER / f"{other}.Dockerfile")[0] for other in (name, "controller")}
+    assert len(bases) == 1
+    assert re.fullmatch(r"BASE=python:3\.12-slim-bookworm@sha256:[0-9a-f]{64}", bases.pop()[1])
+
+
+def test_images_for_gpus_compile_kernels_and_load_verbs() -> None:
+    for name in ("rollout", "trainer", "reward-models"):
+        assert ("ARG", 'PACKAGES="g++ ibverbs-providers libibverbs1 librdmacm1"') in instructions(
+            DOCKER / f"{name}.Dockerfile"
+        )
+
+
 def test_it_runs_as_one_user_without_rights_and_gets_signals(dockerfile: Path) -> None:
     """An entry point in exec form is process 1 itself; a shell there would keep SIGTERM from it."""
     last = dict(last_stage(dockerfile))
