@@ -3,6 +3,7 @@
 `FLOWFLEET_DEVICE` forces a kind; otherwise the first accelerator that torch can use is taken, else the CPU.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from flowfleet.hardware import drivers
+
+log = logging.getLogger(__name__)
 
 _HAS_TRITON = find_spec("triton") is not None
 """Looked for once: torch.compile cannot trace the search, and breaks the graph of a block there."""
@@ -37,7 +42,8 @@ _PEAK_FLOPS = {
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
-    """The device of this rank on its host. Raises ValueError when `FLOWFLEET_DEVICE` names one that is not there."""
+    """The device of this rank on its host. Raises ValueError when `FLOWFLEET_DEVICE` names one that is not there, and
+    when the driver is too old for this torch."""
     kind = pick_kind()
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
     bind(device)
@@ -49,6 +55,8 @@ def pick_kind() -> str:
     wanted = os.environ.get("FLOWFLEET_DEVICE", "auto")
     if wanted not in ("auto", *_BACKENDS):
         raise ValueError(f"FLOWFLEET_DEVICE={wanted!r}: use auto, {', '.join(_BACKENDS)}")
+    if wanted in ("auto", "cuda") and (reason := drivers.too_old(torch.version.cuda)):
+        raise ValueError(reason)
     for kind in ("cuda", "npu"):
         module = _module(kind)
         if wanted in ("auto", kind) and module is not None and module.is_available():
@@ -167,6 +175,21 @@ def set_rng_state(device: torch.device, states: dict[str, torch.Tensor]) -> None
     torch.set_rng_state(states["cpu"])
     if is_accelerator(device) and "device" in states:
         _of(device).set_rng_state(states["device"], device)
+
+
+def tell_start() -> None:
+    """Logs this machine's driver and RDMA devices, once a host, before NCCL is used. Raises ValueError where RDMA was
+    given and does not work."""
+    if torch.version.cuda:
+        drivers.nccl_log()
+    if (line := drivers.found(torch.version.cuda)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.info("%s", line)
+
+
+def tell_transport(backend: str) -> None:
+    """Logs the transport of NCCL's newest communicator, if it is another than before."""
+    if backend == "nccl":
+        drivers.nccl_log().tell()
 
 
 def new_process_group(name: str, store: Any, rank: int, size: int, timeout: Any, *, loopback: bool) -> Any:

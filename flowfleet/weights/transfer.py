@@ -172,6 +172,7 @@ class TransferMember:
             _check_wait(self.group_id, deadline, given_up)
             time.sleep(_POLL_S)
         done.result()
+        devices.tell_transport(self._backend)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

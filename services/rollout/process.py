@@ -82,6 +82,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
     except RuntimeError as error:
         raise ValueError(f"--device {options.device}: {error}") from None
+    devices.tell_start()
     if options.sequence_parallel_size > 1 and options.engine != "diffusers":
         raise ValueError(
             f"--sequence-parallel-size {options.sequence_parallel_size}: the engine {options.engine} samples on one "

@@ -54,6 +54,7 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = devices.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+        devices.tell_start()
         self._init_process_group()
         self.control: Any = dist.new_group(backend="gloo", timeout=_FOREVER) if self.world_size > 1 else None
         self.beats = Beats(self.rank, self.world_size)
@@ -69,6 +70,7 @@ class Ranks:
             with self.beats.phase(Phase.CONNECT):
                 dist.all_reduce(torch.zeros(1, device=self.device))
                 devices.synchronize(self.device)
+            devices.tell_transport(devices.backend(self.device))
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Rank 0's bytes, on every rank. Raises RuntimeError when rank 0 is gone."""
