@@ -236,6 +236,16 @@ initContainers:
 {{- toYaml $resources }}
 {{- end }}
 
+{{/* Environment that names a container's RDMA resources: a process ends where verbs find no device. (settings) */}}
+{{- define "flowfleet.rdmaEnv" -}}
+{{- $given := list }}
+{{- range $name, $_ := .resources.limits }}{{ if hasPrefix "rdma/" $name }}{{ $given = append $given $name }}{{ end }}{{ end }}
+{{- with $given }}
+- name: FLOWFLEET_RDMA
+  value: {{ join "," . }}
+{{- end }}
+{{- end }}
+
 {{- define "flowfleet.imagePullSecrets" -}}
 {{- with .Values.images.pullSecrets }}
 imagePullSecrets:

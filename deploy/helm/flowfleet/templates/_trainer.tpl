@@ -76,6 +76,7 @@ spec:
             - name: FLOWFLEET_DEVICE
               value: {{ include "flowfleet.device" (list . $accelerated) }}
             {{- include "flowfleet.dataEnv" (list . "trainer") | trim | nindent 12 }}
+            {{- with include "flowfleet.rdmaEnv" $trainer }}{{ . | trim | nindent 12 }}{{ end }}
             {{- with concat ($accelerator.env | default list) $trainer.env }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
