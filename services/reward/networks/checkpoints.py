@@ -6,7 +6,6 @@ A checkpoint is a folder in the layout of Hugging Face transformers with its wei
 
 import hashlib
 import json
-import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from flowfleet import hub
 from flowfleet.job import fingerprints
 from flowfleet.job.fingerprints import READ
+from flowfleet.models.weight_files import read_header
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -63,7 +63,7 @@ def fingerprint(*paths: Path, read: tuple[str, ...] = READ) -> str:
     for weights that were cut."""
     for file in [file for path in paths for file in weight_files(path) or [path]]:
         if file.suffix == ".safetensors":
-            _check_header(file)
+            read_header(file)
     digests = " ".join(fingerprints.fingerprint(path, read) for path in paths)
     return hashlib.sha256(digests.encode()).hexdigest()[:DIGITS]
 
@@ -77,17 +77,6 @@ def read_scalar(folder: Path, setting: str, name: str) -> float:
     raise ValueError(
         f"settings.{setting} = {str(folder)!r} has no {name} among its weights: it is another kind of model"
     )
-
-
-def _check_header(file: Path) -> None:
-    with file.open("rb") as stream:
-        try:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("longer than the file")
-            json.loads(stream.read(length))
-        except (struct.error, ValueError) as error:
-            raise ValueError(f"{str(file)!r} is no safetensors file, or was cut: fetch it again ({error})") from None
 
 
 def _json(folder: Path, setting: str, name: str) -> Mapping[str, Any]:

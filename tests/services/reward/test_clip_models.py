@@ -185,7 +185,7 @@ def test_a_folder_that_lacks_something(name: str, folder: Path, tmp_path: Path) 
     refused(r"no \*\.safetensors.*save_pretrained")
     (model / "model.safetensors").write_bytes(b"\xff" * 20)
     refused("no image processor.*settings.processor")
-    refused("is no safetensors file, or was cut", processor=str(folder))
+    refused("is not a whole file of safetensors", processor=str(folder))
     refused(r"settings\.procesor: unknown setting; did you mean processor", procesor=str(folder))
     refused(r"settings\.batch_size", batch_size=0)
 
