@@ -26,7 +26,6 @@ OF_A_FILE: Final = "sha256:"
 """Begins the version of a reward that is a fingerprint of its file."""
 READ: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Suffixes of the files that loading a model, an adapter or a checkpoint reads."""
-ALL: Final = ("",)
 _WHOLE_BYTES: Final = 2**26
 _STRIDE, _PIECE = 2**20, 2**12
 _READERS: Final = 8

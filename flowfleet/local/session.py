@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.05
-DESCRIBE_S = 10.0
 
 
 def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
@@ -158,7 +157,7 @@ def reload_reward(state: StateDir, name: str, timeout_s: float) -> int:
         process = restart_process(state, f"reward-{name}", timeout_s)
         token = ("authorization", f"Bearer {secrets.read(state.secrets, 'reward')[RPC_TOKEN]}")
         with grpc.insecure_channel(process.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            asked = RewardServiceStub(channel).Describe(DescribeRequest(), timeout=DESCRIBE_S, metadata=(token,))
+            asked = RewardServiceStub(channel).Describe(DescribeRequest(), timeout=PROBE_TIMEOUT_S, metadata=(token,))
         before[name] = asked.version
     finally:
         write_atomically(file, json.dumps(before))

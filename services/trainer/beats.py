@@ -27,8 +27,7 @@ LOAD_S = 600.0
 CONNECT_S = 600.0
 COMPILE_S = 3600.0
 COMPILE_SILENCE_S = 600.0
-"""Longest time without a sign in a compilation. It may hold the interpreter's lock, but compilers run as processes and
-the rest is Python: the longest hold of a whole block's compilation on CPU was 0.4 s."""
+"""Longest time without a sign in a compilation, which held the interpreter's lock for 0.4 s of CPU time at most."""
 OUTSIDE_S = 120.0
 HEARD_S = 1.0
 """Maximum seconds that a compilation waits for the controller to hear of it: it may hold the interpreter's lock."""

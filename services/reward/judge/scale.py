@@ -15,7 +15,6 @@ The question's choice may precede the answer ("Yes or no? Yes."), and an explana
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -144,7 +143,7 @@ class Scale:
         slashes = [False, *(text[a.end() : b.start()].strip() == "/" for a, b in pairwise(found)), False]
         in_row = [slash and any(sides) for slash, *sides in zip(slashes[1:-1], slashes, slashes[2:], strict=False)]
         in_breath = [bool(_BREATH.fullmatch(text, a.end(), b.start())) for a, b in pairwise(found)]
-        together = [*map(operator.or_, in_breath, in_row), False]
+        together = [any(pair) for pair in zip(in_breath, in_row, strict=False)] + [False]
         breaths = [found[:1]]
         for (a, b), is_together, goes_on in zip(pairwise(found), together, together[1:], strict=False):
             is_listed = goes_on and text[a.end() : b.start()].strip() == ","

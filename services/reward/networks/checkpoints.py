@@ -22,6 +22,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 Checkpoint = Annotated[Path, BeforeValidator(lambda given: hub.checkpoint(given) if isinstance(given, str) else given)]
 """A folder, or a model of the Hub by name, which becomes the folder of its commit."""
+ALL = ("",)  # suffixes
 DIGITS = 12
 """Hexadecimal digits of a fingerprint."""
 

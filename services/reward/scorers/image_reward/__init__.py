@@ -20,8 +20,7 @@ from PIL import Image
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from flowfleet.job.fingerprints import ALL
-from services.reward.networks.checkpoints import fingerprint
+from services.reward.networks.checkpoints import ALL, fingerprint
 from services.reward.networks.libraries import library, of_samples
 from services.reward.networks.torch_models import ModelScorer, batches, pick_device
 from services.reward.scorer import Outcome, Sample, Score, ScorerSettings

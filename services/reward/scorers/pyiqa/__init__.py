@@ -21,9 +21,8 @@ import torch
 from pydantic import Field
 
 from flowfleet.hardware import devices
-from flowfleet.job.fingerprints import ALL
 from services.reward.execution.groups import alike
-from services.reward.networks.checkpoints import fingerprint
+from services.reward.networks.checkpoints import ALL, fingerprint
 from services.reward.networks.libraries import library, of_samples
 from services.reward.networks.torch_models import ModelScorer, pick_device
 from services.reward.scorer import Outcome, Problem, Sample, Score, ScorerSettings
