@@ -14,16 +14,19 @@ from typing import Any, Final
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flowfleet import plugins
 from flowfleet.algorithms.sde import ode_step, reverse_step
 from flowfleet.conformance.report import Result, Status
-from flowfleet.job.adapter_files import find_adapter
+from flowfleet.job.adapter_files import PEFT_FILE, find_adapter
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.models.trainable import adapter_writer, require_adapters, require_trainable
 from flowfleet.models.weight_files import PIPELINE
@@ -36,6 +39,7 @@ STEPS: Final = 3
 TOLERANCE: Final = 1e-4
 Encode = Callable[[list[str]], PromptEmbeds]
 _SIDES: Final = (64, 128, 256)
+_ROUND_TRIP: Final = "An adapter computes the same once it is saved and loaded"
 _CLASSES: Final = "The transformer has blocks and takes an adapter, which the pipeline saves"
 
 
@@ -64,7 +68,7 @@ def sample_ode(
 
 def check_model(place: str) -> Iterator[Result]:
     """Yields a result per check of a folder's model, on the CPU in float32; of a plugin's package or a pipeline class,
-    of its classes alone. Raises ValueError for what is neither, and for a model that is not a flow."""
+    of its classes alone. Raises ValueError for what is neither."""
     plugins.load()
     named = [f for f in FAMILIES.values() if place in (f.pipeline, f.adapter.partition(":")[0].partition(".")[0])]
     if named and not Path(place).is_dir():
@@ -73,10 +77,11 @@ def check_model(place: str) -> Iterator[Result]:
         return
     folder = Path(place)
     family = family_of(folder)
-    if family.writes_tokens:
-        raise ValueError(f"{place} is a {family.title}, which writes text: only flows are checked")
     files = partial(family.check_files, folder)
     if (yield from _checked("files", "The folder's files are whole", files)):
+        return
+    if family.writes_tokens:
+        yield from _check_text(family.load().load(folder, dtype=torch.float32), folder)
         return
     adapter: ModelAdapter = family.load().load(folder, dtype=torch.float32)
     size, pipeline = _smallest(adapter, family), None
@@ -100,10 +105,8 @@ def check_model(place: str) -> Iterator[Result]:
         pipeline = kind.from_pretrained(str(folder), local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         checks["parity"] = ("Samples are the pipeline's", partial(assert_parity, adapter, pipeline, family, size))
-    checks["lora"] = (
-        "An adapter computes the same once it is saved and loaded",
-        partial(_round_trip, adapter, encode, size),
-    )
+    velocity = partial(adapter.velocity, adapter.initial_latents(SEEDS, size), torch.tensor(500.0), size=size)
+    checks["lora"] = (_ROUND_TRIP, partial(_round_trip, adapter, lambda: velocity(encode(RAGGED))))
     if pipeline is not None:
         again = partial(_reloaded, adapter, pipeline, family, size)
         checks["reload"] = ("The pipeline loads what a job exports, and samples the same", again)
@@ -112,6 +115,36 @@ def check_model(place: str) -> Iterator[Result]:
     if pipeline is None:
         rule = "Samples are the pipeline's"
         yield Result(name="parity", rule=rule, status=Status.SKIP, detail="no pipeline to compare with", seconds=0)
+
+
+def _check_text(adapter: SequenceAdapter, folder: Path) -> Iterator[Result]:
+    written = [Tokens(adapter.encode(text), torch.tensor([1, row, 1])) for row, text in enumerate(RAGGED)]
+    compare = partial(_assert_transformers, adapter, folder, written)
+    log_probs = partial(adapter.log_probs, written, temperature=1.0)
+    yield from _checked("log-probs", "Log-probs of sequences in one row are transformers'", compare)
+    yield from _checked("lora", _ROUND_TRIP, partial(_round_trip, adapter, log_probs))
+    rule = "transformers loads what a job exports, and computes the same"
+    yield from _checked("reload", rule, partial(_reloaded_text, adapter, compare))
+
+
+@torch.no_grad()
+def _assert_transformers(adapter: SequenceAdapter, folder: Path, written: list[Tokens], export: str = "") -> None:
+    model, expected = adapter.model_class.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True), []
+    if export:
+        model.load_adapter(export)
+    for one in written:
+        logits = model(input_ids=torch.cat([one.prompt.token_ids, one.token_ids[:-1]])[None]).logits[0]
+        given = logits[-len(one.token_ids) :].log_softmax(-1)
+        expected.append(given.gather(1, one.token_ids[:, None])[:, 0])
+    _assert_close(adapter.log_probs(written, temperature=1.0), torch.cat(expected), "log-probs and transformers'")
+
+
+def _reloaded_text(adapter: SequenceAdapter, compare: Callable[[str], None]) -> None:
+    layers = {f"base_model.model.{name.partition('.')[2]}": one for name, one in _adapted(adapter).items()}
+    with tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
+        LoraConfig(r=2, lora_alpha=4, target_modules=list(adapter.lora_targets)).save_pretrained(folder)
+        save_file(layers, Path(folder, PEFT_FILE), metadata={"format": "pt"})
+        compare(folder)
 
 
 def _require_classes(family: ModelFamily) -> None:
@@ -195,7 +228,7 @@ def _unguided(pipeline: Any) -> float:
     return 0.0 if pipeline.do_classifier_free_guidance else 1.0
 
 
-def _adapted(adapter: ModelAdapter) -> dict[str, Tensor]:
+def _adapted(adapter: ModelAdapter | SequenceAdapter) -> dict[str, Tensor]:
     """Installs an adapter that changes the model; returns its tensors by published name."""
     targets = list(adapter.lora_targets)
     parameters = install_lora(adapter.experts, LoraSpec(rank=2, alpha=4, target_modules=targets), seed=1)
@@ -207,17 +240,15 @@ def _adapted(adapter: ModelAdapter) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _round_trip(adapter: ModelAdapter, encode: Encode, size: Size) -> None:
-    prompts, latents = encode(RAGGED), adapter.initial_latents(SEEDS, size)
-    velocity = partial(adapter.velocity, latents, torch.tensor(500.0), prompts, size=size)
-    plain, state = velocity(), _adapted(adapter)
-    adapted = velocity()
+def _round_trip(adapter: ModelAdapter | SequenceAdapter, compute: Callable[[], Tensor]) -> None:
+    plain, state = compute(), _adapted(adapter)
+    adapted = compute()
     remove_lora(adapter.experts)
-    assert torch.equal(velocity(), plain), "the model is another one after its adapter was removed"
+    assert torch.equal(compute(), plain), "the model is another one after its adapter was removed"
     assert not torch.equal(adapted, plain), "the adapter changes nothing"
     install_lora(adapter.experts, LoraSpec(rank=2, alpha=4, target_modules=list(adapter.lora_targets)))
     load_adapter(adapter.experts, adapter_from_bytes(adapter_to_bytes(state)))
-    same = torch.equal(velocity(), adapted)
+    same = torch.equal(compute(), adapted)
     remove_lora(adapter.experts)
     assert same, "a loaded adapter computes something else"
 

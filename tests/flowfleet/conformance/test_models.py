@@ -15,12 +15,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flowfleet.cli.main import app
+from flowfleet.conformance import models
 from flowfleet.conformance.models import check_model
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.families.qwen_image import QwenImageAdapter
 from flowfleet.models.registry import adapter_for
+from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.trainable import require_trainable
 from tests.tiny_models import make_tiny
+from tests.tiny_models.text import save_text_model
 
 ALL = ["files", "classes", "rows", "ratio", "parity", "lora", "reload"]
 
@@ -40,6 +43,29 @@ def test_experts_videos_and_layouts_of_their_own_pass(kind: str, tmp_path: Path)
     found = statuses(make_tiny(kind, tmp_path / "model"))
     assert set(found.values()) <= {"pass", "skip"}
     assert found["lora"] == "pass"
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_model_that_writes_text_passes(kind: str, tmp_path: Path) -> None:
+    found = statuses(save_text_model(tmp_path / "model", kind))
+    assert found == dict.fromkeys(("files", "log-probs", "lora", "reload"), "pass")
+
+
+def test_text_that_is_not_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of one row that see each other, and an adapter of which a layer is not there."""
+    model = save_text_model(tmp_path / "model")
+    log_probs = SequenceAdapter.log_probs
+
+    def joined(adapter: SequenceAdapter, sequences: Any, *, temperature: float) -> Tensor:
+        found = log_probs(adapter, sequences, temperature=temperature)
+        return found + 0.01 * (len(sequences) > 1)
+
+    monkeypatch.setattr(SequenceAdapter, "log_probs", joined)
+    assert statuses(model) == {"files": "pass", "log-probs": "fail", "lora": "pass", "reload": "fail"}
+    monkeypatch.undo()
+    adapted = models._adapted
+    monkeypatch.setattr(models, "_adapted", lambda adapter: dict(list(adapted(adapter).items())[:-1]))
+    assert statuses(model) == {"files": "pass", "log-probs": "pass", "lora": "fail", "reload": "fail"}
 
 
 def test_a_class_is_checked_without_a_model() -> None:
