@@ -56,7 +56,7 @@ def check_model(
     model: Annotated[str, typer.Argument(metavar="FOLDER_OR_PLUGIN", help="A model's folder, best a tiny one.")],
     json_: Json = False,
 ) -> None:
-    """Check that Flowfleet samples, trains, saves and loads a model as diffusers or transformers does; if not, exits with 1."""
+    """Check that Flowfleet samples, trains, saves and loads a model as its library does; exits with 1 if it cannot."""
     from flowfleet.conformance.models import check_model as checked
 
     results = []
