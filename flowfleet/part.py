@@ -1,13 +1,14 @@
 """The base of every table of settings: strict, frozen, without unknown keys. Says in words what is wrong with one."""
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 _SCALARS = ("int", "float", "bool", "str")
 _WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text"}
 _RULES: dict[str, str] = {}
+M = TypeVar("M", bound=BaseModel)
 
 
 def _make_strict(schema: Any) -> None:
@@ -36,6 +37,15 @@ class Part(Strict):
     """A table of settings. A docstring below a field is its description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def parsed(kind: type[M], data: Any) -> M:
+    """Validates data of a caller. Raises ValueError, a line a problem, each beginning with its setting."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, item['loc'])) or 'body'}: {in_words(item)}" for item in error.errors())
+        raise ValueError("\n".join(lines)) from None
 
 
 def rule(pattern: str, words: str) -> str:

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from flowfleet.job.part import Part
 from flowfleet.job.spec import JobSpec, RewardPart, parse_job
-from flowfleet.part import in_words
 
 MAX_SHADOWS = 8
 """Maximum number of a job's shadows: each costs its service as much as a reward."""
@@ -82,17 +81,6 @@ class RewardChange(Part):
             *(f"shadow {name} {_json(part.model_dump(exclude_defaults=True))}" for name, part in self.shadow.items()),
             *(["score open steps again"] if self.open_steps else ()),
         ]
-
-
-def parse_change(data: Any) -> RewardChange:
-    """Raises ValueError, one line a problem, each beginning with its setting."""
-    try:
-        return RewardChange.model_validate(data)
-    except ValidationError as error:
-        lines = (
-            f"{'.'.join(map(str, item['loc'])) or 'body'}: {in_words(item)}" for item in error.errors(include_url=False)
-        )
-        raise ValueError("\n".join(lines)) from None
 
 
 def changed(spec: JobSpec, now: RewardSet, change: RewardChange) -> RewardSet:

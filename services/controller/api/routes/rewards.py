@@ -9,7 +9,8 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.api.rewards import RewardRevision, Rewards, ShadowComparison
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import JobSpec, RewardPart
-from flowfleet.rewards.changes import RewardChange, RewardSet, changed, parse_change
+from flowfleet.part import parsed
+from flowfleet.rewards.changes import RewardChange, RewardSet, changed
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, Services, Use
 from services.controller.fleet.directory import Directory
@@ -41,7 +42,7 @@ async def change_rewards(request: Request, job_id: JobId, use: Use) -> Rewards:
     """Sets, shadows, promotes and removes rewards, from the first step on that is not open yet. A change that is
     refused changes nothing; one that is sent again is done once."""
     try:
-        change = parse_change(await read_object(request))
+        change = parsed(RewardChange, await read_object(request))
     except ValueError as error:
         raise InvalidJob(str(error).split("\n")) from None
     record = (await use.store.jobs.get(job_id)).checked()
