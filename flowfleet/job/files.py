@@ -78,8 +78,13 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     directory; `Client.submit` uploads data files that it cannot read there.
     """
     path = find_job_file(path)
-    folders = [Path.cwd(), *path.resolve().parents] if same_machine else []
+    folders = folders_of(path) if same_machine else []
     return parse_job(changed_job(read_job_file(path), changes, folders))
+
+
+def folders_of(file: Path | None) -> list[Path]:
+    """Folders in which the relative paths of a job file, or of a table without one, are looked for."""
+    return [Path.cwd(), *(file.resolve().parents if file else ())]
 
 
 def shipped(written: str) -> Path | None:
@@ -94,7 +99,8 @@ def changed_job(data: dict[str, Any], changes: Sequence[str], folders: Sequence[
         change_table(data, change, "schedule.steps=20")
     for *tables, name in PATH_SETTINGS:
         for table in _tables(data, tables):
-            _find(table, name, folders)
+            if name in table:
+                table[name] = find_file(table[name], folders)
     return data
 
 
@@ -108,11 +114,9 @@ def _tables(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     return [table for table in found if isinstance(table, dict)]
 
 
-def _find(table: dict[str, Any], name: str, directories: Sequence[Path]) -> None:
-    written = table.get(name)
-    if not isinstance(written, str) or Path(written).is_absolute() or "://" in written or not directories:
-        return
-    found = next((directory / written for directory in directories if (directory / written).exists()), None)
-    found = found or shipped(written)
-    if found is not None:
-        table[name] = str(found)
+def find_file(written: Any, folders: Sequence[Path]) -> Any:
+    """The path of a file in the first of these folders that has it, or in the package; else what is written."""
+    if not isinstance(written, str) or Path(written).is_absolute() or "://" in written or not folders:
+        return written
+    found = next((folder / written for folder in folders if (folder / written).exists()), None) or shipped(written)
+    return written if found is None else str(found)

@@ -20,7 +20,7 @@ from flowfleet.client.client import Client
 from flowfleet.client.connection import POLL_S
 from flowfleet.client.evaluation.comparison import Evaluated
 from flowfleet.job.adapter_files import lora_settings
-from flowfleet.job.files import changed_job, find_job_file
+from flowfleet.job.files import changed_job, find_job_file, folders_of
 from flowfleet.job.migration import today
 from flowfleet.job.setting_files import put
 from flowfleet.job.spec import JobSpec, parse_job, read_job_file
@@ -104,11 +104,10 @@ def _settings(
     client: Client, file: Path | None, origin: str | None, changes: Sequence[str], is_here: bool
 ) -> dict[str, Any]:
     """The table of an evaluation without its model's adapter."""
-    folders = [Path.cwd()] if is_here else []
-    if file is not None:
-        path = find_job_file(file)
+    path = None if file is None else find_job_file(file)
+    folders = folders_of(path) if is_here else []
+    if path is not None:
         data = read_job_file(path)
-        folders += path.resolve().parents if is_here else []
     elif origin is not None:
         job = client.find(origin.partition("@")[0])
         data = today(job.spec)
