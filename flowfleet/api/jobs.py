@@ -2,10 +2,16 @@
 
 from datetime import datetime
 from html import escape
-from typing import Any
+from typing import Any, Final
+
+from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone, OpenEnum
 from flowfleet.api.rewards import JobRewards, RewardRevision
+from flowfleet.part import Strict, rule
+
+MAX_SWEEP: Final = 500
+NAME: Final = rule(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "give up to 63 lowercase letters, digits and '-'")
 
 
 class JobStatus(OpenEnum):
@@ -52,6 +58,8 @@ class Progress(Answer):
     """Steps from which other rewards made up the total than before: rewards on both sides are not comparable."""
     held_out_reward: FiniteOrNone = None
     """Mean reward of the last validation."""
+    held_out_best: FiniteOrNone = None
+    """Best mean reward of the complete validations by the newest revision of the rewards."""
     images_per_second: FiniteOrNone = None
     eta_s: FiniteOrNone = None
     """Seconds left, estimated."""
@@ -63,6 +71,24 @@ class Progress(Answer):
     """Reason → its first cause, in words."""
     warning: str = ""
     """The newest step of which a reward gave more than a tenth of the samples no score; empty without one."""
+
+
+class AskedSweep(Strict, Answer):
+    """A job for each element of `settings`, whose dotted names replace settings of `job`."""
+
+    name: str = Field(pattern=NAME)
+    job: dict[str, Any]
+    settings: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_SWEEP)
+    at_once: int | None = Field(default=None, ge=1)
+    """Most of its jobs that run at once; null: no limit of its own."""
+
+
+class SweepPart(Answer):
+    """A job's part in a sweep (docs/sweeps.md): the settings in which its jobs differ, by dotted name."""
+
+    name: str
+    settings: dict[str, Any] = {}
+    at_once: int | None = None
 
 
 class Job(Answer):
@@ -83,6 +109,7 @@ class Job(Answer):
     ended_at: datetime | None = None
     spec: dict[str, Any] = {}
     """The job as submitted, defaults filled in; empty in lists."""
+    sweep: SweepPart | None = None
     warnings: list[str] = []
     """Settings that are valid but probably not intended, one sentence each."""
     progress: Progress = Progress()

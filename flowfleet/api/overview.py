@@ -5,7 +5,7 @@ from datetime import datetime
 from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone
-from flowfleet.api.jobs import Desired, JobStatus, Progress
+from flowfleet.api.jobs import Desired, JobStatus, Progress, SweepPart
 
 
 class Curve(Answer):
@@ -40,6 +40,7 @@ class JobRow(Answer):
     algorithm: str
     model: str
     """Last part of `model.path`."""
+    sweep: SweepPart | None = None
     created_at: datetime
     started_at: datetime | None = None
     ended_at: datetime | None = None

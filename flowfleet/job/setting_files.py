@@ -79,7 +79,7 @@ def change_table(data: dict[str, Any], change: str, example: str) -> None:
     if not equals or not key.strip():
         raise ValueError(f"--set {change}: write it as key=value, e.g. --set {example}")
     try:
-        put(data, key.strip(), _value(text.strip()))
+        put(data, key.strip(), value_of(text.strip()))
     except ValueError as error:
         raise ValueError(f"--set {change}: {error}") from None
 
@@ -95,7 +95,7 @@ def put(data: dict[str, Any], key: str, value: Any) -> None:
     part[name] = value
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """A value as TOML has it, else plain text: `3`, `true`, `[1, 2]`, `"a b"`, `lora`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

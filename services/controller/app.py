@@ -22,6 +22,7 @@ from services.controller.api.routes import overview as api_overview
 from services.controller.api.routes import page as api_page
 from services.controller.api.routes import rewards as api_rewards
 from services.controller.api.routes import session as api_session
+from services.controller.api.routes import sweeps as api_sweeps
 from services.controller.api.routes import system as api_system
 from services.controller.api.routes import uploads as api_uploads
 from services.controller.api.routes import votes as api_votes
@@ -57,7 +58,7 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    jobs = (api_jobs, api_uploads, api_rewards, api_votes, api_history, api_models)
+    jobs = (api_jobs, api_sweeps, api_uploads, api_rewards, api_votes, api_history, api_models)
     routers = [room.router for room in (api_session, api_overview, *jobs, api_system, api_page)]
     for router in routers:
         app.include_router(router)

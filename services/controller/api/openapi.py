@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from flowfleet.api.jobs import AskedSweep
 from flowfleet.api.problems import Problem
 from flowfleet.api.votes import Asked, Ballot
 from flowfleet.job.spec import JobSpec
@@ -17,6 +18,7 @@ from services.controller.api.sessions import COOKIE
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[tuple[str, str], type[BaseModel]] = {
     ("/v1/jobs", "post"): JobSpec,
+    ("/v1/sweeps", "post"): AskedSweep,
     ("/v1/jobs/{job_id}/rewards", "patch"): RewardChange,
     ("/v1/jobs/{job_id}/votes/groups/{step}/{group}", "put"): Asked,
     ("/v1/jobs/{job_id}/votes", "post"): Ballot,

@@ -67,7 +67,7 @@ async def _ours(request: Request, error: Exception) -> Response:
     if isinstance(error, InvalidJob):
         errors = [SettingProblem(setting=_setting(text), detail=_cut(text)) for text in error.problems[:MAX_PROBLEMS]]
         count = f"{len(error.problems)} settings" if len(error.problems) > 1 else "1 setting"
-        return problem(422, f"the job cannot run: {count} to change", path, title="Invalid job", errors=errors)
+        return problem(422, f"{error.what}: {count} to change", path, title="Invalid job", errors=errors)
     status = http_status(error)
     retry_s = {503: RETRY_S, 507: FULL_RETRY_S}.get(status)
     return problem(status, str(error), path, headers={"Retry-After": retry_s} if retry_s else None)

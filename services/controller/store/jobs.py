@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowfleet.api.jobs import Desired, JobStatus, Progress
+from flowfleet.api.jobs import Desired, JobStatus, Progress, SweepPart
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
@@ -40,10 +40,11 @@ class Jobs(Linked):
         asked: JobSpec | None = None,
         owner: str = "",
         data_bytes: int = 0,
+        sweep: SweepPart | None = None,
     ) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict.
         `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it. `owner`: who submits.
-        `data_bytes`: size of its prompts, where a submit reads them."""
+        `data_bytes`: size of its prompts, where a submit reads them. `sweep`: its part in one."""
         job_id, now = new_job_id(), await self._link.now()
         key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
@@ -57,6 +58,8 @@ class Jobs(Linked):
                 pipe.set(key, json.dumps({"job": job_id, "digest": spec_digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
             pipe.hset(keys.job(job_id), mapping={**_first_fields(spec, owner, now), DATA_BYTES: str(data_bytes)})
+            if sweep is not None:
+                pipe.hset(keys.job(job_id), "sweep", sweep.model_dump_json())
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
                 pipe.zadd(index, {job_id: 0})
             add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from flowfleet.api.answers import Answer, read
-from flowfleet.api.jobs import Desired, JobStatus, Progress
+from flowfleet.api.jobs import Desired, JobStatus, Progress, SweepPart
 from flowfleet.api.rewards import JobRewards, RewardRevision
 from flowfleet.errors import NotFound, OtherFormat
 from services.controller.store.records import ADVICE, FORMAT, UNREADABLE, JobRecord, from_epoch, submitted_at
@@ -27,7 +27,7 @@ DATA_BYTES = "data_bytes"
 _TIMES = ("created_at", "started_at", "ended_at")
 _TEXTS = ("name", "owner", "reason", "archive")
 LISTED = (
-    *_TEXTS, *_TIMES, "status", "desired", "format", "warnings", "results",
+    *_TEXTS, *_TIMES, "status", "desired", "format", "warnings", "results", "sweep",
     *(f"progress.{name}" for name in Progress.model_fields), f"{SECONDS}rollout", f"{SECONDS}trainer",
 )  # fmt: skip
 """Fields of a record that lists show: all but the spec and the rewards."""
@@ -105,6 +105,7 @@ def _record(job_id: str, fields: Mapping[str, str], whole: bool) -> JobRecord:
         desired=Desired(fields["desired"]),
         progress=read(Progress, progress),
         results=json.loads(fields.get("results", "{}")),
+        sweep=read(SweepPart, fields["sweep"]) if "sweep" in fields else None,
         warnings=json.loads(fields.get("warnings", "[]")),
         accelerator_hours=hours_of(fields),
         **rest,

@@ -552,6 +552,7 @@ async def test_a_job_pauses_when_its_held_out_reward_falls(run: Run, job: Job, t
         found = [row.values.get("val/reward_drop") for row in await fleet.store.history.validations(record.id)]
         assert [value is not None and value > 5 for value in found] == [False, False, True, False, False]
         assert found[1] is None, "one of three samples says nothing"
+        assert record.progress.held_out_best == pytest.approx((0.5 + 0.6 + 0.5) / 3)
 
 
 async def test_a_reward_of_held_out_samples_is_asked_about_no_others(run: Run, job: Job, tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ phases.coverage.enabled = false  # 1,600 cases
 checks.positive_data_acceptance.expected-statuses = ["2xx", 400, 409, 422]
 
 [[operations]]
+include-name = "POST /v1/sweeps"
+checks.positive_data_acceptance.expected-statuses = ["2xx", 400, 409, 422]
+
+[[operations]]
 include-name = "PATCH /v1/jobs/{{job_id}}/rewards"
 checks.positive_data_acceptance.expected-statuses = ["2xx", 400, 409, 422]
 

@@ -9,6 +9,7 @@ from fastapi.responses import RedirectResponse
 from flowfleet.api.jobs import Job, JobStatus
 from flowfleet.api.overview import JobRow
 from flowfleet.errors import Conflict, NotFound, Unavailable
+from flowfleet.job.spec import JobSpec
 from flowfleet.process.traces import StepIds
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import Cursor, JobId, KnownJobId, KnownStatus, Limit, Page, Services, Use, Who
@@ -31,20 +32,25 @@ async def submit(
     spec = checks.parse(await read_object(request))
     record = await use.store.jobs.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
-        if use.runner.loss:  # whoever brings the lost writes back would lose this job
-            raise Unavailable(use.runner.loss)
-        await use.memory.check_room()
-        devices = use.settings.trainer_devices
-        room = await use.memory.room() if use.settings.blobs == "redis" else 0
-        limits = use.settings.limits
-        checked, data_bytes = await checks.check(spec, use.directory, use.sources, limits, devices, room)
-        limits.check_room(spec, await use.store.jobs.unended(), data_bytes)
+        checked, data_bytes = await admit(spec, use, await use.store.jobs.unended())
         record, _ = await use.store.jobs.create(
             checked, idempotency_key, asked=spec, owner=who.name, data_bytes=data_bytes
         )
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     return (await _shown([record], use))[0]
+
+
+async def admit(spec: JobSpec, use: Services, others: Sequence[JobRecord]) -> tuple[JobSpec, int]:
+    """Returns what `checks.check` does. Raises as it does, and where the others leave no room for the job."""
+    if use.runner.loss:  # whoever brings the lost writes back would lose this job
+        raise Unavailable(use.runner.loss)
+    await use.memory.check_room()
+    room, limits = await use.memory.room() if use.settings.blobs == "redis" else 0, use.settings.limits
+    devices = use.settings.trainer_devices
+    checked, data_bytes = await checks.check(spec, use.directory, use.sources, limits, devices, room)
+    limits.check_room(spec, others, data_bytes)
+    return checked, data_bytes
 
 
 @router.get("")

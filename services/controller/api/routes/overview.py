@@ -34,12 +34,13 @@ async def overview(
     limit: Limit = 500,
     status: KnownStatus | None = None,
     text: Annotated[str, Query(max_length=MAX_TEXT, description="Part of a name, an id, an owner or a pool.")] = "",
+    sweep: Annotated[str, Query(max_length=MAX_TEXT, description="Name of a sweep: only its jobs.")] = "",
 ) -> Page[JobRow]:
     """Rows of jobs, newest first."""
     waiting = await use.feed.waiting()
     found: list[JobRow] = []
     while len(found) <= limit and (ids := await use.store.lists.ids(cursor, BATCH)):
-        rows = await use.feed.rows(ids)
+        rows = [row for row in await use.feed.rows(ids) if not sweep or (row.sweep and row.sweep.name == sweep)]
         found += [waiting.get(row.id, row) for row in rows if _fits(row, status, text.strip().lower())]
         cursor = ids[-1]
     return Page(items=found[:limit], next_cursor=found[limit - 1].id if len(found) > limit else None)

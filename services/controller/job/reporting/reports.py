@@ -156,7 +156,9 @@ class Reports:
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
         )
         await job.store.history.add_validation(job.job_id, validation)
-        await job.store.jobs.update_progress(job.job_id, held_out_reward=reward)
+        known = [one.reward for one in validations if one.reward is not None]
+        most = {"held_out_best": max(known)} if known else {}
+        await job.store.jobs.update_progress(job.job_id, held_out_reward=reward, **most)
         await job.store.history.put_metrics(job.job_id, version, row)
         await asyncio.to_thread(self._file.append, "version", version, row)
         self._metrics.observe(job.job_id, row)

@@ -6,8 +6,8 @@ from flowfleet.errors import InvalidRequest
 
 
 class InvalidJob(InvalidRequest):
-    """A job that cannot run; one message a setting, each starting with its name."""
+    """A job that cannot run; one message a setting, each starting with its name. `what` says so of more than a job."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], what: str = "the job cannot run") -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems, self.what = problems, what
