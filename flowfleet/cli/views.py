@@ -19,6 +19,7 @@ from flowfleet.cli.options import out, tell
 from flowfleet.client.progress import duration, number
 from flowfleet.client.uploading import value_at
 from flowfleet.job.spec import JobSpec
+from flowfleet.job.sweeps import label
 from flowfleet.local.stack import Stack
 
 SHORT_ID = 13
@@ -48,7 +49,7 @@ def jobs_table(jobs: Iterable[Job]) -> Table:
         changed = [step for step in progress.rewards_changed if step < progress.step]
         made.add_row(
             job.id[:SHORT_ID],
-            job.name,
+            f"{job.name}  {label(job.sweep.settings)}" if job.sweep else job.name,
             status_text(job.status) + Text(" (warning)" if progress.warning else "", style="yellow"),
             f"{progress.step}/{progress.steps}",
             number(progress.reward) + (f" since step {changed[-1]}" if changed else ""),
@@ -71,6 +72,7 @@ def show_job(job: Job, console: Console) -> None:
     rows: list[tuple[str, str | Text]] = [
         ("id", job.id),
         ("name", job.name),
+        ("sweep", f"{job.sweep.name}  {label(job.sweep.settings)}" if job.sweep else ""),
         ("status", status_text(job.status)),
         ("reason", job.reason),
         ("created", job.created_at.isoformat(timespec="seconds")),

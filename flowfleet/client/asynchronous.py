@@ -29,19 +29,21 @@ from flowfleet.api.access import Upload
 from flowfleet.api.answers import read
 from flowfleet.api.fleet import Fleet
 from flowfleet.api.jobs import Checkpoint, Job, JobEvent, MetricsRow
+from flowfleet.api.overview import JobRow
 from flowfleet.api.problems import ApiError
 from flowfleet.api.rewards import Rewards
 from flowfleet.api.samples import Sample
-from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
+from flowfleet.client.connection import AWAY, CHECKS_S, POLL_S, RETRY_DELAYS_S, unreachable
 from flowfleet.client.download import download
-from flowfleet.client.frames import metrics_frame, picture, samples_frame
+from flowfleet.client.frames import metrics_frame, picture, samples_frame, sweep_frame
 from flowfleet.client.transport import Query
 from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
 from flowfleet.client.voting import AsyncVoting
 from flowfleet.filesystem import filesystem_id
-from flowfleet.job.files import find_job_file, prepare_job
+from flowfleet.job.files import find_job_file, folders_of, prepare_job
 from flowfleet.job.model_files import ModelManifest
 from flowfleet.job.spec import JobSpec
+from flowfleet.job.sweeps import JobFile, Values, asked_sweep
 from flowfleet.prompts.uploads import name_of
 
 if TYPE_CHECKING:
@@ -78,17 +80,19 @@ class AsyncClient(AsyncVoting):
             job = prepare_job(file, same_machine=await self.same_files)
         body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
         headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
-        try:
-            return await self._submit(body, headers)
-        except ApiError as error:
-            if error.status != httpx.codes.UNPROCESSABLE_ENTITY or await self.same_files:
-                raise
-            folders = [Path.cwd(), *(file.resolve().parents if file else ())]
-            files = files_to_upload(body, error.problems, folders)
-            if not files:
-                raise
-        places = {setting: await self.upload(path) for setting, path in files.items()}
-        return await self._submit(with_places(body, places), headers)
+        return read(Job, await self._submit("/v1/jobs", body, body, file, headers=headers))
+
+    async def sweep(
+        self, job: JobFile, settings: Values, *, zipped: bool = False, name: str = "", at_once: int | None = None
+    ) -> list[Job]:
+        """Queues a job for each combination of the settings' values, once all of them are checked (docs/sweeps.md).
+        `zipped`: the first values together, then the second ones. `at_once`: most jobs that run at once. A repeated
+        call queues what is not queued yet. ValueError and ApiError name the settings of jobs that cannot run."""
+        here = await self.same_files
+        asked = await asyncio.to_thread(asked_sweep, job, settings, zipped=zipped, name=name, same_machine=here)
+        file = None if isinstance(job, Mapping) else find_job_file(Path(job))
+        body = {**asked, "at_once": at_once}
+        return [read(Job, one) for one in await self._submit("/v1/sweeps", body, body["job"], file, timeout=CHECKS_S)]
 
     async def upload(self, path: Path | str) -> str:
         """Sends a prompt file to the controller. Returns how a job names it in `data.train`, `data.validation` or a
@@ -100,12 +104,26 @@ class AsyncClient(AsyncVoting):
         headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
         return read(Upload, (await self._call("PUT", url, content=Pieces(path), headers=headers)).json()).place
 
-    async def _submit(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Job:
-        return read(Job, (await self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
+    async def _submit(self, url: str, body: Any, job: dict[str, Any], file: Path | None, **parts: Any) -> Any:
+        """Posts a body with a job in it, and again with uploads where the controller sees other files than its."""
+        try:
+            return (await self._call("POST", url, json=body, **parts)).json()
+        except ApiError as error:
+            is_elsewhere = error.status == httpx.codes.UNPROCESSABLE_ENTITY and not await self.same_files
+            if not is_elsewhere or not (files := files_to_upload(job, error.problems, folders_of(file))):
+                raise
+        job |= with_places(job, {setting: await self.upload(path) for setting, path in files.items()})
+        return (await self._call("POST", url, json=body, **parts)).json()
 
     def jobs(self, status: str | None = None) -> AsyncIterator[Job]:
         """Yields jobs, newest first, without `spec` and `rewards`: all of them, or those of one status."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
+
+    async def sweep_jobs(self, name: str) -> list[JobRow]:
+        """Rows of a sweep's jobs, the first queued first. ApiError (404) where there is none."""
+        if found := [row async for row in self._pages("/v1/overview", JobRow, {"sweep": name})]:
+            return found[::-1]
+        raise ApiError(404, f"no sweep is called {name!r}; `flowfleet sweep list` lists them")
 
     async def job(self, job_id: str) -> Job:
         return read(Job, (await self._get(f"/v1/jobs/{job_id}")).json())
@@ -261,6 +279,12 @@ class AsyncClient(AsyncVoting):
         """A pandas DataFrame of a job's samples, oldest first, with a column `scores.NAME` for each score."""
         samples = self.samples(job_id, purpose=purpose, step=step, order="oldest")
         return samples_frame([sample async for sample in samples])
+
+    async def sweep_frame(self, name: str) -> DataFrame:
+        """A pandas DataFrame of the metrics of a sweep's jobs, indexed by job and step, with the settings in which the
+        jobs differ as columns too. ValueError without pandas."""
+        jobs = await self.sweep_jobs(name)
+        return sweep_frame([(job, [row async for row in self.metrics(job.id)]) for job in jobs])
 
     # -- its model ---------------------------------------------------------------------------------------------------
 

@@ -126,8 +126,10 @@ class Client:
         return run(self.asynchronous.same_files)
 
     submit = blocking(AsyncClient.submit)
+    sweep = blocking(AsyncClient.sweep)
     upload = blocking(AsyncClient.upload)
     jobs = iterating(AsyncClient.jobs)
+    sweep_jobs = blocking(AsyncClient.sweep_jobs)
     job = blocking(AsyncClient.job)
     find = blocking(AsyncClient.find)
     cancel = blocking(AsyncClient.cancel)
@@ -149,6 +151,7 @@ class Client:
     image = blocking(AsyncClient.image)
     metrics_frame = blocking(AsyncClient.metrics_frame)
     samples_frame = blocking(AsyncClient.samples_frame)
+    sweep_frame = blocking(AsyncClient.sweep_frame)
 
     def samples(
         self, job_id: str, *, purpose: str = "train", step: int | None = None, order: str = "newest"

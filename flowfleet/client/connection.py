@@ -15,6 +15,7 @@ API_KEY = "FLOWFLEET_API_KEY"
 CA = "FLOWFLEET_CA"
 DEFAULT_URL = "http://127.0.0.1:8470"
 TIMEOUT_S = 30.0
+CHECKS_S = 600.0  # of all jobs of a sweep
 STREAM_SILENCE_S = 60.0
 """The controller sends a sign of life more often than this while nothing happens."""
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)

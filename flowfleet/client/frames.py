@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowfleet.api.jobs import MetricsRow
+from flowfleet.api.overview import JobRow
 from flowfleet.api.samples import Sample
+from flowfleet.client.standings import settings_of
 from flowfleet.extras import pip_install
+from flowfleet.job.sweeps import shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -20,6 +23,15 @@ def metrics_frame(rows: Sequence[MetricsRow]) -> DataFrame:
     changes, other rewards make up the total. ValueError without pandas."""
     frame = _frame([{"step": row.step, **row.values} for row in rows], ["step"])
     return frame.set_index("step").astype(float)
+
+
+def sweep_frame(jobs: Sequence[tuple[JobRow, Sequence[MetricsRow]]]) -> DataFrame:
+    """A row a job and step, indexed by both, and a column a setting or metric; lists and tables are texts there."""
+    rows = []
+    for job, metrics in jobs:
+        known = {key: shown(one) if isinstance(one, list | dict) else one for key, one in settings_of(job).items()}
+        rows += [{"job": job.id, "step": row.step, **known, **row.values} for row in metrics]
+    return _frame(rows, ["job", "step"]).set_index(["job", "step"])
 
 
 def samples_frame(samples: Sequence[Sample]) -> DataFrame:

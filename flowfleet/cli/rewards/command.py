@@ -26,11 +26,11 @@ RELOAD_S = 120.0
 
 
 class ShowGroup(typer.core.TyperGroup):
-    """Reads `flowfleet rewards ID` as `flowfleet rewards show ID`."""
+    """Reads `flowfleet rewards ID` as `flowfleet rewards show ID`: without a command it takes the group's first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = not args or args[0].startswith("-") or args[0] in self.commands
-        return super().parse_args(ctx, args if known else ["show", *args])
+        return super().parse_args(ctx, args if known else [next(iter(self.commands)), *args])
 
 
 app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show, compare and change the rewards of a running job.")

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "check-reward",
     "check-model",
     "plan",
+    "sweep export",
 } | {f"rewards {name}" for name in ("shadow", "promote", "reload", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""
 
@@ -47,7 +48,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
 
     def told(*words: str, lines: bool = False) -> Any:
         two = " ".join(words[:2])
-        ran.add(two if words[0] in ("rewards", "votes") else words[0])
+        ran.add(two if words[0] in ("rewards", "votes", "sweep") else words[0])
         done = run(*words, "--json")
         assert done.exit_code == 0, done.output
         return [json.loads(line) for line in done.stdout.splitlines()] if lines else json.loads(done.stdout)
@@ -84,6 +85,12 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     in_store(redis_url, end)
     assert told("watch", job_id, lines=True)[-1]["data"]["status"] == "succeeded"
     assert told("cancel", told("submit", "job.json", lines=True)[0]["id"])["desired"] == "cancelled"
+    assert len(told("sweep", "start", "job.json", "--set", "seed=1..2", "--name", "seeds")) == 2
+    assert told("sweep", "list") == {"seeds": {"queued": 2}}
+    assert told("sweep", "show", "seeds")[0]["statuses"] == {"queued": 2}
+    assert told("sweep", "stop", "seeds", "--worse-than-best", "0.1") == []
+    assert {job["desired"] for job in told("sweep", "finish", "seeds")} == {"cancelled"}
+    assert len(told("sweep", "cancel", "seeds")) == 2
     with Client(api_url) as client:
         archive = Archive(str(tmp_path / "archive"))
         archive.write(job_id, "job.json", client.job(job_id).model_dump_json().encode())

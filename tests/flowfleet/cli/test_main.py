@@ -330,6 +330,13 @@ def test_the_surface_is_what_users_know() -> None:
         "rewards remove": ["--ca", "--url", "--wait"],
         "votes show": ["--ca", "--url"],
         "votes export": ["--ca", "--out", "--url"],
+        "sweep start": ["--at-once", "--ca", "--dry-run", "--name", "--set", "--url", "--zip"],
+        "sweep show": ["--ca", "--url"],
+        "sweep list": ["--ca", "--url"],
+        "sweep cancel": ["--ca", "--url"],
+        "sweep finish": ["--ca", "--url"],
+        "sweep stop": ["--after", "--ca", "--url", "--worse-than-best"],
+        "sweep export": ["--best", "--ca", "--out", "--url"],
         "check-reward": [
             "--allowed",
             "--ca",
