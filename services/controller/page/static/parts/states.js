@@ -42,9 +42,9 @@ const TONES = {
 
 const COMING = { cancelled: "cancelling", paused: "pausing", deleted: "being deleted" };
 
-/** A job's status, and what it was asked to become. */
-export const Status = ({ of, desired }) => html`
-  <span class=${`badge ${TONES[of] ?? "soft"}`}>${of}</span>
+/** A job's status, and what it was asked to become; of several jobs their number. */
+export const Status = ({ of, desired, count = "" }) => html`
+  <span class=${`badge ${TONES[of] ?? "soft"}`}>${count} ${of}</span>
   ${
     desired !== of &&
     !ENDED.has(of) &&

@@ -9,6 +9,7 @@ import { signMetrics, signs } from "../lib/signs.js";
 import { Sparkline } from "../parts/sparkline.js";
 import { Await, Empty, Meter, Status } from "../parts/states.js";
 import { WindowRows } from "../parts/virtual.js";
+import { SweepRow, folded } from "./sweep.js";
 
 const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 const ROW = 66;
@@ -49,8 +50,9 @@ function List({ jobs }) {
   const [picked, setPicked] = useState(new Set());
   const shown = useMemo(() => {
     const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
-    const text = (job) => [job.name, job.id, job.owner, job.status, job.pool, job.algorithm].join(" ").toLowerCase();
-    return jobs.filter((job) => FILTERS[kind](job) && wanted.every((word) => text(job).includes(word)));
+    const parts = (job) => [job.name, job.id, job.owner, job.status, job.pool, job.algorithm, job.sweep?.name];
+    const text = (job) => parts(job).join(" ").toLowerCase();
+    return folded(jobs.filter((job) => FILTERS[kind](job) && wanted.every((word) => text(job).includes(word))));
   }, [jobs, words, kind]);
   const pick = (id) =>
     setPicked((before) =>
@@ -111,9 +113,14 @@ function List({ jobs }) {
                 items=${shown}
                 size=${ROW}
                 role="rowgroup"
-                row=${(job, index, style) => html`
-                  <${Row} key=${job.id} ...${{ job, index, style, isPicked: picked.has(job.id), pick }} />
-                `}
+                row=${(job, index, style) =>
+                  job.jobs
+                    ? html`
+                        <${SweepRow} key=${job.id} ...${job} ...${{ index, style }} />
+                      `
+                    : html`
+                        <${Row} key=${job.id} ...${{ job, index, style, isPicked: picked.has(job.id), pick }} />
+                      `}
               />
             </div>
           `
