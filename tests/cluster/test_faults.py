@@ -1,5 +1,5 @@
-"""Faults of a cluster with a job running: pods deleted, Redis' pod moved, KEDA down, a trainer that hangs, one that
-cannot start, an upgrade that restarts every workload, and a rollback.
+"""Faults of a cluster with a job running: pods deleted, Redis' pod moved, Redis restored from an older copy, KEDA down,
+a trainer that hangs, one that cannot start, an upgrade that restarts every workload, and a rollback.
 
 The job runs once without faults and once with them. Nothing is dropped or doubled, and the exported adapter has the
 same SHA-256. The log that the test prints says how long the job stood still at each fault.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import tarfile
 import time
@@ -29,11 +30,13 @@ from tests.cluster.conftest import Cluster, run
 from tests.cluster.release import TAG, Log, Release, storage
 from tests.faults.job import EXACT, MAX_BATCH, RECIPE, TINY, changed, weights_hash
 from tests.faults.watch import Watch
+from tests.pages import commands
 
 HERE = Path(__file__).parent
+OPERATIONS = HERE.parents[1] / "docs" / "operations.md"
 RELEASE = "faults"
 COMPONENT = "app.kubernetes.io/component"
-STEPS = 90
+STEPS = 94
 HANG_S = 10.0
 LONGEST_S = max(HANG_S, EXACT["timeouts.checkpoint_s"], OUTSIDE_S)
 """What a rank that hangs may take to be found out: it may wait for Redis or write a checkpoint when it is stopped."""
@@ -84,12 +87,16 @@ class Faults(Release):
             self.strike(watch, "a rollout pod is deleted", self.lose_a_rollout)
             self.strike(watch, "the controller's pod is killed", self.kill_the_controller)
             self.strike(watch, "Redis' pod is moved", self.move_redis)
+            self.strike(watch, "Redis is restored from a copy", lambda: self.restore(watch, folder.parent))
             self.strike(watch, "KEDA is down, and a rollout pod is deleted meanwhile", self.stop_keda)
             self.strike(watch, "the ranks of the trainer hang", lambda: self.hang(watch))
             self.strike(watch, "helm upgrade restarts every workload; a trainer pod is deleted", self.upgrade)
             self.strike(watch, "helm upgrade breaks trainers; helm rollback", self.break_and_roll_back)
             assert not watch.now.ended, "the job has to outlive the faults: more STEPS"
-            return self.ended(client, job, folder)
+            weights = self.ended(client, job, folder)
+            aside = [event.data["reason"] for event in client.events(job.id) if event.type == "checkpoint_set_aside"]
+            assert any("ahead of the ledger" in reason for reason in aside), aside
+            return weights
         finally:
             watch.close()
 
@@ -118,6 +125,27 @@ class Faults(Release):
         before = self.pods("redis")[0]["metadata"]["uid"]
         self.delete_a_pod("redis")
         self.wait("Redis' next pod", lambda: bool(_ready(pods := self.pods("redis")) and _uid(pods) != before), 60)
+
+    def restore(self, watch: Watch, folder: Path) -> None:
+        """Loses the steps since the copy, a checkpoint among them. The commands are those of docs/operations.md."""
+        self.follow("Backup", folder)
+        copied = watch.now.step
+        assert watch.until(lambda sight: sight.step > copied + TINY["schedule.save_every"] + 1, 60), watch.now
+        began, lost = time.monotonic(), watch.now.step
+        self.follow("Restore Redis", folder)
+        self.log(f"the commands took {time.monotonic() - began:.1f} s")
+        assert watch.until(lambda sight: sight.at > began and sight.step <= copied + 1, 60), watch.now
+        self.log(f"back from step {lost} to {watch.now.step}")
+
+    def follow(self, heading: str, folder: Path) -> None:
+        """Runs the commands of a section of the operations page for this release, in a folder."""
+        script = commands(OPERATIONS.read_text(), heading).replace(
+            "--namespace fleet", f"--namespace {self.cluster.namespace}"
+        )
+        script = re.sub(r"\bflowfleet-(redis|controller)", rf"{self.name}-flowfleet-\1", script)
+        command = ["bash", "-euxo", "pipefail", "-c", script]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
 
     def stop_keda(self) -> None:
         run(str(HERE / "keda"), "down")

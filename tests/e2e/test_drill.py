@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT
+from tests.pages import commands
 
 pytestmark = pytest.mark.long
-
-
-def commands(page: str, heading: str) -> str:
-    """The indented lines below a heading, to the next one."""
-    section = page.partition(f"### {heading}\n")[2].partition("\n## ")[0]
-    assert section, f"no section {heading!r}"
-    return "\n".join(line.removeprefix("    ") for line in section.splitlines() if line.startswith("    "))
 
 
 def test_the_restore_drill_of_the_operations_page(tmp_path: Path) -> None:
