@@ -28,7 +28,7 @@ import httpx
 from flowfleet.api.access import Upload
 from flowfleet.api.answers import read
 from flowfleet.api.fleet import Fleet
-from flowfleet.api.jobs import Checkpoint, Job, JobEvent, MetricsRow
+from flowfleet.api.jobs import MAX_SWEEP, Checkpoint, Job, JobEvent, MetricsRow
 from flowfleet.api.overview import JobRow
 from flowfleet.api.problems import ApiError
 from flowfleet.api.rewards import Rewards
@@ -121,7 +121,7 @@ class AsyncClient(AsyncVoting):
 
     async def sweep_jobs(self, name: str) -> list[JobRow]:
         """Rows of a sweep's jobs, the first queued first. ApiError (404) where there is none."""
-        if found := [row async for row in self._pages("/v1/overview", JobRow, {"sweep": name})]:
+        if found := [row async for row in self._pages("/v1/overview", JobRow, {"sweep": name, "limit": MAX_SWEEP})]:
             return found[::-1]
         raise ApiError(404, f"no sweep is called {name!r}; `flowfleet sweep list` lists them")
 

@@ -89,7 +89,7 @@ class AsyncTransport:
         return await self._call("GET", path, params=query or {})
 
     async def _pages(self, path: str, kind: type[T], query: Query) -> AsyncIterator[T]:
-        query = {**query, "limit": PAGE_SIZE}
+        query = {"limit": PAGE_SIZE, **query}
         while True:
             page = (await self._get(path, query)).json()
             for item in page["items"]:
