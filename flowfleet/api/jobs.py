@@ -2,7 +2,7 @@
 
 from datetime import datetime
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,9 @@ class JobStatus(OpenEnum):
     @property
     def terminal(self) -> bool:
         return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+Priority = Literal["low", "normal", "high"]
 
 
 class Desired(OpenEnum):
@@ -101,8 +104,14 @@ class Job(Answer):
     status: JobStatus
     desired: Desired
     """State that was requested last. The runner brings the job there. A job that pauses itself requests it too."""
+    priority: Priority = "normal"
+    """How fast the job moves forward in the queue."""
     reason: str = ""
     """Why the status is what it is, where that needs saying."""
+    place: int | None = None
+    """Jobs before it in the queue; null unless it waits there, and in lists."""
+    starts_in_s: FiniteOrNone = None
+    """Seconds until it starts, estimated from what the jobs that run have left."""
     created_at: datetime
     started_at: datetime | None = None
     """First time that the job ran."""

@@ -5,7 +5,7 @@ from datetime import datetime
 from pydantic import Field
 
 from flowfleet.api.answers import Answer, FiniteOrNone
-from flowfleet.api.jobs import Desired, JobStatus, Progress, SweepPart
+from flowfleet.api.jobs import Desired, JobStatus, Priority, Progress, SweepPart
 
 
 class Curve(Answer):
@@ -35,6 +35,7 @@ class JobRow(Answer):
     """Holder of the key that submitted it."""
     status: JobStatus
     desired: Desired
+    priority: Priority = "normal"
     reason: str = ""
     pool: str
     algorithm: str
@@ -50,6 +51,8 @@ class JobRow(Answer):
     accelerator_hours: dict[str, float] = Field(default={})
     """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
     place: int | None = None
-    """Jobs that run in its pool before it; null unless it waits in the queue."""
+    """Jobs before it in the queue; null unless it waits there."""
+    starts_in_s: FiniteOrNone = None
+    """Seconds until it starts, estimated from what the jobs that run have left."""
     waits: str = ""
     """Why it waits; empty while it does not."""

@@ -249,6 +249,7 @@ _steering(Client.resume, "Resume a paused job.")
 app.command("eval")(evaluation.evaluate_models)
 _steering(Client.finish, "End a job now and keep its model: validated, saved and exported as at its planned end.")
 app.command()(models.extend)
+app.command("set")(models.set_)
 app.command()(models.export)
 app.command()(models.push)
 

@@ -1,4 +1,4 @@
-"""`flowfleet finish`, `extend`, `export` and `push`: a job's model kept and moved (docs/models-kept.md)."""
+"""`flowfleet finish`, `extend`, `set`, `export` and `push`: a job's model kept and moved (docs/models-kept.md)."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flowfleet import hub
-from flowfleet.api.jobs import Job
+from flowfleet.api.jobs import Job, Priority
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, out, tell
 from flowfleet.client import Client
@@ -26,6 +26,18 @@ def extend(
     """Give a job that has not ended another number of training steps."""
     with Client(url, ca=ca) as client:
         views.say(client.extend(client.find(job_id).id, steps), json_)
+
+
+def set_(
+    job_id: JobId,
+    priority: Annotated[Priority, typer.Option(help="How fast the job moves forward in the queue.")],
+    url: Url = None,
+    ca: Ca = None,
+    json_: Json = False,
+) -> None:
+    """Give a job another priority."""
+    with Client(url, ca=ca) as client:
+        views.say(client.prioritize(client.find(job_id).id, priority), json_)
 
 
 def export(

@@ -25,7 +25,8 @@ StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses,
 
 def up(
     replicas: Annotated[
-        int | None, typer.Option(help="Rollout processes; default: one, or as many as --rollout-devices are for.")
+        int | None,
+        typer.Option(help="Rollout processes; default: as many as --rollout-devices are for, else one, two on a CPU."),
     ] = None,
     reward: Annotated[
         list[str] | None,
@@ -65,6 +66,9 @@ def up(
     trainer_devices: Annotated[
         str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
     ] = "auto",
+    trainers: Annotated[
+        int, typer.Option(min=1, help="Ranks of trainers at once without accelerators: so many jobs run side by side.")
+    ] = 2,
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Limit on what is kept of ended jobs, such as jobs=200; repeatable."),
@@ -101,7 +105,7 @@ def up(
         data_urls=tuple(data_url or ()),
         data_networks=tuple(data_network or ()),
         hub_models=tuple(hub_model or ()),
-        replicas=replicas if replicas is not None else max(1, len(rollouts_on or ()) // sequence_parallel_size),
+        replicas=_replicas(replicas, rollouts_on, sequence_parallel_size, engine),
         rewards=tuple(reward or ("ocr",)),
         model=None if model is None else _model(model),
         dtype=dtype,
@@ -110,6 +114,7 @@ def up(
         sequence_parallel_size=sequence_parallel_size,
         rollout_devices=rollouts_on,
         trainer_devices=_devices(trainer_devices),
+        trainers=trainers,
         keep=tuple(keep or ()),
         limits=tuple(limit or ()),
         archive=archive,
@@ -118,6 +123,14 @@ def up(
         key=not no_key,
     )
     _run(options, detach, json_)
+
+
+def _replicas(asked: int | None, devices: tuple[str, ...] | None, each: int, engine: str) -> int:
+    from flowfleet.local.plan import usual_replicas
+
+    if asked is not None:
+        return asked
+    return max(1, len(devices) // each) if devices else usual_replicas(engine)
 
 
 def _run(options: StackOptions, detach: bool, as_json: bool) -> None:

@@ -75,6 +75,7 @@ def show_job(job: Job, console: Console) -> None:
         ("sweep", f"{job.sweep.name}  {label(job.sweep.settings)}" if job.sweep else ""),
         ("status", status_text(job.status)),
         ("reason", job.reason),
+        ("queue", _queue(job)),
         ("created", job.created_at.isoformat(timespec="seconds")),
         ("started", job.started_at.isoformat(timespec="seconds") if job.started_at else ""),
         ("ended", job.ended_at.isoformat(timespec="seconds") if job.ended_at else ""),
@@ -92,6 +93,14 @@ def show_job(job: Job, console: Console) -> None:
     console.print(facts)
     show_warnings([*job.warnings, *filter(None, [progress.warning])], console)
     console.print("\nsettings other than the defaults:\n" + as_yaml(_settings(job)), highlight=False)
+
+
+def _queue(job: Job) -> str:
+    """A job's place in the queue; empty where it does not wait there."""
+    if job.place is None:
+        return ""
+    starts = f", starts in about {duration(job.starts_in_s)}" if job.starts_in_s is not None else ""
+    return f"{job.place} before it, priority {job.priority}{starts}"
 
 
 def _change_of(job: Job) -> str:

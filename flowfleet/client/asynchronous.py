@@ -28,7 +28,7 @@ import httpx
 from flowfleet.api.access import Upload
 from flowfleet.api.answers import read
 from flowfleet.api.fleet import Fleet
-from flowfleet.api.jobs import MAX_SWEEP, Checkpoint, Job, JobEvent, MetricsRow
+from flowfleet.api.jobs import MAX_SWEEP, Checkpoint, Job, JobEvent, MetricsRow, Priority
 from flowfleet.api.overview import JobRow
 from flowfleet.api.problems import ApiError
 from flowfleet.api.rewards import Rewards
@@ -166,6 +166,12 @@ class AsyncClient(AsyncVoting):
     async def extend(self, job_id: str, steps: int) -> Job:
         """Gives a job that has not ended `steps` training steps in all."""
         return read(Job, (await self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps})).json())
+
+    async def prioritize(self, job_id: str, priority: Priority) -> Job:
+        """Gives a job another priority: of the seconds that it has waited, `low` counts each once, `normal` 4 times,
+        `high` 16 times."""
+        answer = await self._call("POST", f"/v1/jobs/{job_id}/priority", params={"priority": priority})
+        return read(Job, answer.json())
 
     async def delete(self, job_id: str, *, files: bool = False) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an

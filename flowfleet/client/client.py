@@ -137,6 +137,7 @@ class Client:
     resume = blocking(AsyncClient.resume)
     finish = blocking(AsyncClient.finish)
     extend = blocking(AsyncClient.extend)
+    prioritize = blocking(AsyncClient.prioritize)
     delete = blocking(AsyncClient.delete)
     wait = blocking(AsyncClient.wait)
 

@@ -44,7 +44,7 @@ class PreviewPart(Part):
 
 class RolloutPart(Part):
     pool: str = Field(default="default", pattern=rule(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", NAMES.format(40)))
-    """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
+    """Rollout pool that samples for the job. Jobs of a pool take turns at its replicas, by whole steps."""
     prompts_per_step: int = Field(default=32, ge=1, le=65_536)
     """Prompts of one training step, a group of samples each."""
     group_size: int = Field(default=16, ge=1, le=4096)

@@ -1,4 +1,4 @@
-"""How long a job runs, what it keeps, and how long it waits: `[schedule]` and `[timeouts]`."""
+"""How long a job runs, what it keeps, and how long it waits: `[schedule]`, `[pause]` and `[timeouts]`."""
 
 from typing import Annotated
 
@@ -52,6 +52,12 @@ class SchedulePart(Part):
     standard deviations over the held-out samples (docs/results.md); unset: never. By noise alone 10 validations exceed
     0.5 in at most 1 % of jobs with 100 held-out prompts, and in 27 % with 32. `schedule.keep_best` keeps the best
     checkpoint."""
+
+
+class PausePart(Part):
+    release_s: Annotated[float, Field(ge=0.0, le=31_536_000.0)] = 120.0
+    """Seconds after which a paused job is saved, and its trainer's devices go to other jobs. Resumed later it waits for
+    devices in the queue."""
 
 
 class TimeoutPart(Part):

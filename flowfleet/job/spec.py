@@ -30,6 +30,7 @@ from flowfleet.algorithms.settings import (
     TeacherSettings,
 )
 from flowfleet.algorithms.windows import Window, WindowPart
+from flowfleet.api.jobs import Priority
 from flowfleet.job import reference
 from flowfleet.job.algorithm import AlgorithmTable, filled, loss_of
 from flowfleet.job.data import DataPart
@@ -39,7 +40,7 @@ from flowfleet.job.removed import replacement
 from flowfleet.job.rewards import REWARD_NAME, GatePart, RewardPart
 from flowfleet.job.rules import rules as combinations
 from flowfleet.job.sampling import NoisePart, PreviewPart, RolloutPart
-from flowfleet.job.schedule import SchedulePart, TimeoutPart
+from flowfleet.job.schedule import PausePart, SchedulePart, TimeoutPart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.job.training import EmaPart, LoraPart, OptimizerPart, TrainerPart
 from flowfleet.models.settings import Size
@@ -107,6 +108,9 @@ class JobSpec(Part):
     """Name of the job, shown next to its id."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Source of all randomness of the job."""
+    priority: Priority = "normal"
+    """How fast the job moves forward in the queue: of the seconds that it has waited, `low` counts each once, `normal`
+    4 times, `high` 16 times."""
     model: ModelPart
     algorithm: Annotated[SerializeAsAny[LossSettings], AlgorithmTable] = FlowGrpoSettings()
     """Settings of the job's loss."""
@@ -117,6 +121,7 @@ class JobSpec(Part):
     trainer: TrainerPart = TrainerPart()
     data: DataPart
     schedule: SchedulePart = SchedulePart()
+    pause: PausePart = PausePart()
     timeouts: TimeoutPart = TimeoutPart()
 
     @field_validator("rewards")

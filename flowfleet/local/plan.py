@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowfleet import hub
-from flowfleet.hardware.accelerators import show_only
+from flowfleet.hardware.accelerators import show_only, visible_devices
 from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
 from flowfleet.local.rewards import Reward, parse_reward
@@ -65,7 +65,9 @@ class StackOptions(BaseModel):
     rollout_devices: tuple[str, ...] | None = None
     """Accelerators, `sequence_parallel_size` a rollout; unset: the machine's first ones."""
     trainer_devices: tuple[str, ...] | None = None
-    """Accelerators of a job's trainer, one a rank; unset: those that rollouts leave."""
+    """Accelerators of the jobs' trainers, one a rank; unset: those that rollouts leave."""
+    trainers: int = Field(default=2, ge=1, le=1024)
+    """Ranks of trainers that run at once on a machine without accelerators."""
     keep: tuple[str, ...] = ()
     """NAME=VALUE limits of what stays of ended jobs, as the controller's `--keep`."""
     limits: tuple[str, ...] = ()
@@ -113,6 +115,11 @@ class StackOptions(BaseModel):
                 f"{'one is' if each == 1 else f'{each} are'} for each, change --replicas or the devices"
             )
         return self
+
+
+def usual_replicas(engine: str) -> int:
+    """Rollouts of a stack whose options do not say how many: one, and two on a CPU, whose cores they share."""
+    return 1 if visible_devices() or engine != "diffusers" else min(2, usable_cpus())
 
 
 OPEN = "the REST API asks for no key (--no-key): every user of this machine reads and steers all jobs as you"
@@ -237,6 +244,7 @@ def _controller(
     argv += _each("--data-network", options.data_networks) + _each("--keep", options.keep)
     argv += _each("--limit", limits)
     argv += _each("--reward", (f"{name}={address}" for name, address in rewards.items()))
+    argv += ["--trainers", str(options.trainers)]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     if options.key:
@@ -259,13 +267,14 @@ def _rollout(
         argv += ["--sequence-parallel-size", str(options.sequence_parallel_size)]
     if options.model is not None:
         argv += ["--model", options.model, "--dtype", options.dtype]
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // options.replicas))}
     return ProcessPlan(
         f"rollout-{index}",
         Kind.ROLLOUT,
         tuple(argv),
         f"{HOST}:{port}",
         metrics=f"{HOST}:{metrics}",
-        env={**PATIENT_THREADS, **env, **show_only(devices)},
+        env={**PATIENT_THREADS, **env, **(show_only(devices) or threads)},
         engine=options.engine,
         devices=devices,
         forks=not options.engine.startswith("vllm"),

@@ -37,6 +37,8 @@ TERMINATION_MESSAGE: Final = "FLOWFLEET_TERMINATION_MESSAGE"
 _PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
+THREADS: Final = "FLOWFLEET_THREADS"
+"""Variable: a trainer's share of the CPUs, in threads a rank."""
 PATIENT_THREADS: Final = {"GOMP_SPINCOUNT": "10000"}
 """Environment for processes that share CPUs with others. OpenMP's threads spin long at every barrier by default,
 and where two such processes share cores each spins away the other's time: a forward pass took thirty times as long.

@@ -26,7 +26,7 @@ def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> 
         return _kubernetes(settings, registry)
     return Platform(
         StaticDirectory(settings.rewards, settings.rewards_file),
-        LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices),
+        LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices, settings.trainers),
     )
 
 

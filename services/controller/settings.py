@@ -75,7 +75,9 @@ class ControllerSettings(BaseModel):
     trainer_python: str = sys.executable
     """Interpreter that starts trainers; it has torch, the controller's own need not."""
     trainer_devices: tuple[str, ...] = ()
-    """Accelerators of a job's trainer, one a rank. Empty: none are assigned, torch takes what it sees."""
+    """Accelerators of the jobs' trainers, one a rank. Empty: none are assigned, torch takes what it sees."""
+    trainers: int = Field(default=2, ge=1, le=1024)
+    """Ranks of trainers that run at once where no accelerators are assigned."""
     kubernetes: str = ""
     """The Helm release (instance label) whose rewards, pools and trainers are pods. Empty: this machine's processes."""
     namespace: str = ""
@@ -319,8 +321,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
     parser.add_argument(
-        "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of a job's trainer, one a rank (all)"
+        "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of the jobs' trainers, one a rank (all)"
     )
+    parser.add_argument("--trainers", type=int, metavar="N", help="ranks of trainers at once without accelerators (2)")
     parser.add_argument(
         "--kubernetes", metavar="RELEASE", help="trainers, rewards and pools are pods of this Helm release (off)"
     )

@@ -56,6 +56,7 @@ from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
 from services.trainer.server import TrainerService
 from services.trainer.worker import Worker
+from tests.services.controller.places import Places
 
 HOST = "127.0.0.1"
 START_S = 60.0
@@ -181,10 +182,11 @@ async def _controller(settings: ControllerSettings) -> AsyncIterator[str]:
     await running
 
 
-class Trainers:
+class Trainers(Places):
     """Launcher of trainers in this process, of one rank each, one at a time."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._running: dict[str, _Trainer] = {}
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:

@@ -147,7 +147,7 @@ class Feed:
 
     async def waiting(self) -> dict[str, JobRow]:
         """Rows of all jobs that have not ended, with their places."""
-        return {row.id: row for row in placed(await self.rows(await self._store.jobs.active()))}
+        return {row.id: row for row in placed(await self.rows(await self._store.jobs.active()), time.time())}
 
     # -- the reader --------------------------------------------------------------------------------------------
 

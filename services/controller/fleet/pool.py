@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import rollout_pb2_grpc
 from services.controller.fleet.replicas import Replica, Verified
+from services.controller.fleet.turns import Turns
 from services.controller.fleet.watch import FleetWatch, NobodyThere, Want
 from services.controller.waiting import WaitedInVain
 
@@ -43,6 +44,11 @@ class RolloutPool:
             return "no rank of the job's trainer has joined as a replica yet"
         shortage = self._shortage("rollout", self._name)
         return f"pool {self._name!r} has no live rollout replica" + (f": {shortage}" if shortage else "")
+
+    @property
+    def turns(self) -> Turns:
+        """Turns of all jobs at their pools."""
+        return self._watch.turns
 
     def stub(self, replica: Replica) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
         return self._watch.stub(replica.address)

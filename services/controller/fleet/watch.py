@@ -27,6 +27,7 @@ from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import ROLLOUT_TOKEN
 from services.controller.concurrency import end
 from services.controller.fleet.replicas import Fleet, Replica, Verified
+from services.controller.fleet.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class FleetWatch:
 
     def __init__(self, redis: Redis, *, poll_s: float = 0.5) -> None:
         self.fleet = Fleet()
+        self.turns = Turns()
         self._desk = ReplicaQueue(self.fleet)
         self._directory = ReplicaDirectory(redis)
         self._poll_s = poll_s

@@ -29,6 +29,7 @@ from flowfleet.job.model_files import FOLDER, model_folder
 from flowfleet.process.clock import steady_time
 from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
+from services.controller.job.commands.checkpoint import checkpoint
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.command import (
@@ -50,6 +51,7 @@ from services.controller.job.requests import misfit
 from services.controller.job.step import TrainingStep
 from services.controller.job.tracing import traced
 from services.controller.job.trainer.watch import TrainerWatch
+from services.controller.job.turn import Turn
 from services.controller.reading.places import NotAllowed
 from services.controller.store.records import reward_set
 from services.controller.waiting import NoPlace, NotYet, WaitedInVain
@@ -88,6 +90,8 @@ class JobDriver:
         self.machine = machine
         self.job = make(machine, self.emit, self._changes)
         self._loop = TrainingStep(self.job)
+        self._turn = Turn(self.job.pool.turns, self.job.job_id, machine, self._wake.set)
+        self._paused_at: float | None = None
         self._watch = TrainerWatch(self.job, machine, lambda: self._running)
         self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
 
@@ -104,7 +108,8 @@ class JobDriver:
         try:
             while not self.machine.finished:
                 self._wake.clear()
-                self._start_wanted()
+                if self._start_wanted():
+                    await self._look_at_replicas()
                 await self._report_status()
                 await self._next_change(background)
                 if self._reopens:
@@ -113,6 +118,7 @@ class JobDriver:
                     raise self._no_place
         finally:
             await end([*background, *self._running.values()])
+            self._turn.leave()
         await self._report_end()
         return self.machine.state.status
 
@@ -141,13 +147,16 @@ class JobDriver:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def _start_wanted(self) -> None:
+    def _start_wanted(self) -> bool:
+        """True if the job has got its turn at the replicas, which may serve another job's weights."""
         for command in [command for command, task in self._running.items() if task.done()]:
             self._running.pop(command).result()
-        most = AT_ONCE + 2 * self.job.pool.size
-        for command in sorted(self.machine.commands(most) - self._running.keys(), key=str):
+        most, had_turn = AT_ONCE + 2 * self.job.pool.size, self._turn.is_ours
+        startable = self._turn.startable(self.machine.commands(most), self._running)
+        for command in sorted(startable - self._running.keys(), key=str):
             self._running[command] = task = asyncio.create_task(self._attempt(command), name=str(command))
             task.add_done_callback(self._wake_up)
+        return self._turn.is_ours and not had_turn
 
     async def _attempt(self, command: Command) -> None:
         """Tries a command once. After a failure it stays `running` for the delay, so that it is not started at once."""
@@ -325,14 +334,14 @@ class JobDriver:
         while True:
             await self._look_at_wishes()
             await self._look_at_memory()
+            await self._look_at_pause()
             state = self.machine.state
             if state.trainer_version is not None and not await self.job.trainer.alive():
                 log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
                 await self._watch.ended()
                 if not await self.job.trainer.alive():  # else a call that broke has started the next one meanwhile
                     await self.emit(ev.TrainerLost())
-            if state.published >= 0 and self.job.pool.behind(state.published, evaluated=state.evaluated):
-                await self.emit(ev.ReplicaBehind())
+            await self._look_at_replicas()
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.refs.renew(WORKING_TTL_S)
                 self._renewed = time.monotonic()
@@ -353,6 +362,32 @@ class JobDriver:
             await self.emit(ev.ResumeRequested())
         if steps is not None and steps != self.machine.state.steps_asked:
             await self.emit(ev.StepsChanged(steps=steps))
+
+    async def _look_at_replicas(self) -> None:
+        """In the job's turn replicas must serve its weights: those that are new or served another job get them."""
+        state = self.machine.state
+        is_published = self._turn.is_ours and state.published >= 0
+        if is_published and self.job.pool.behind(state.published, evaluated=state.evaluated):
+            await self.emit(ev.ReplicaBehind())
+
+    async def _look_at_pause(self) -> None:
+        """Saves a job that has been paused for a while, and gives the places of its trainer to others."""
+        if self.machine.state.status is not Status.PAUSED:
+            self._paused_at = None
+            return
+        now = time.monotonic()
+        self._paused_at = now if self._paused_at is None else self._paused_at
+        is_due = now - self._paused_at >= self.machine.spec.pause.release_s
+        if not is_due or not self.job.trainer.is_admitted or any(not task.done() for task in self._running.values()):
+            return
+        state = self.machine.state
+        try:
+            if state.trainer_version == state.version > state.checkpointed:
+                await checkpoint(self.job, state.version)
+        except (grpc.aio.AioRpcError, NotYet) as error:  # it resumes from an older one, and repeats what came after
+            log.warning("could not save the paused job: %s", error, extra={"job": self.job.job_id})
+        await self.job.trainer.leave()
+        await self.emit(ev.TrainerLost())
 
     async def _look_at_memory(self) -> None:
         """Pauses the job while Redis still has room for that; its user resumes it."""

@@ -1,46 +1,51 @@
-"""The queue of each rollout pool, as people see it: a job's place, and in words why it waits. Pure."""
+"""The queue of jobs, as people see it: a job's place, and in words why it waits. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from flowfleet.api.jobs import Desired, JobStatus
+from flowfleet.api.jobs import Desired, Job, JobStatus
 from flowfleet.api.overview import JobRow
 from services.controller.store.records import found_no_place, is_unreadable
 
-
-def placed(rows: Iterable[JobRow]) -> list[JobRow]:
-    """Rows of all jobs that have not ended, oldest first, with their places: the first of a pool runs, others wait."""
-    first: dict[str, JobRow] = {}
-    ahead: dict[str, int] = {}
-    found = []
-    for row in rows:
-        place = None
-        is_aside = row.status is JobStatus.QUARANTINED or is_unreadable(row.reason)
-        is_aside = is_aside or found_no_place(row.status, row.reason)
-        if is_aside:
-            waits = row.reason or "it stopped the controller several times; resume it to try again"
-        elif row.pool in first:
-            place, waits = ahead[row.pool], _behind(first[row.pool], ahead[row.pool])
-        else:
-            first[row.pool], ahead[row.pool] = row, 0
-            place, waits = (
-                (0, "the controller takes it up next") if row.status is JobStatus.QUEUED else (None, _own(row))
-            )
-        if not is_aside:
-            ahead[row.pool] += 1
-        found.append(row.model_copy(update={"place": place, "waits": waits}))
-    return found
+WEIGHTS = {"low": 1, "normal": 4, "high": 16}
+"""How fast a job of each priority ages."""
 
 
-def _behind(first: JobRow, ahead: int) -> str:
-    others = f", and {ahead - 1} more come{'s' * (ahead == 2)} before it" if ahead > 1 else ""
-    doing = f"holds it, {first.status}" if first.status is JobStatus.PAUSED else "runs there"
-    return f"pool {first.pool} runs one job at a time: {first.name} {doing}{others}"
+def score(job: Job | JobRow, epoch: float) -> tuple[float, str]:
+    """Key by which the queue is ordered, first come first: the seconds since a job was submitted, times the weight of
+    its priority. `epoch`: now, in Unix seconds."""
+    age_s = max(0.0, epoch - job.created_at.timestamp())
+    return -WEIGHTS[job.priority] * age_s, job.id
 
 
-def _own(row: JobRow) -> str:
-    """Why the job that has its pool does not advance."""
-    if row.status is JobStatus.PAUSED:
-        return row.reason or ("it was paused; resume it" if row.desired is Desired.PAUSED else "it resumes")
+def placed(rows: Iterable[JobRow], epoch: float) -> list[JobRow]:
+    """Rows of all jobs that have not ended, in their order, each with its place in the queue, and why it waits. The
+    next is expected to start when the first of those that run ends, and so on."""
+    known = list(rows)
+    queue = sorted((row for row in known if _is_queued(row)), key=lambda row: score(row, epoch))
+    left = [row.progress.eta_s for row in known if row.status is JobStatus.RUNNING]
+    ends = sorted(seconds for seconds in left if seconds is not None)
+    queued = {row.id: {"place": place, "starts_in_s": _at(ends, place)} for place, row in enumerate(queue)}
+    return [row.model_copy(update={**queued.get(row.id, {}), "waits": _why(row)}) for row in known]
+
+
+def _at(ends: Sequence[float], place: int) -> float | None:
+    return ends[place] if place < len(ends) else None
+
+
+def _is_queued(row: JobRow) -> bool:
+    is_aside = is_unreadable(row.reason) or found_no_place(row.status, row.reason)
+    return row.status is JobStatus.QUEUED and not is_aside
+
+
+def _why(row: JobRow) -> str:
+    """Why a job does not advance."""
+    match row.status:
+        case JobStatus.QUARANTINED:
+            return row.reason or "it stopped the controller several times; resume it to try again"
+        case JobStatus.QUEUED:
+            return row.reason or "the controller takes it up next"
+        case JobStatus.PAUSED:
+            return row.reason or ("it was paused; resume it" if row.desired is Desired.PAUSED else "it resumes")
     return row.reason

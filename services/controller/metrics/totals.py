@@ -1,7 +1,7 @@
 """Totals of fleet and jobs over time: pure, fed with a look at both every few seconds.
 
-Each rollout pool keeps the job that it runs, or ran last. So Prometheus still reads the end of a job, and a pool never
-has series of more than one. Counters of samples are the job's own, durable ones; counters of seconds start at 0 with
+Each rollout pool keeps the jobs that it runs, and until the next one begins those that have ended. So Prometheus still
+reads the end of a job. Counters of samples are the job's own, durable ones; counters of seconds start at 0 with
 the controller that counts them. A pool without a job is forgotten an hour after its last replica left, because rollouts
 choose its name.
 """
@@ -36,6 +36,10 @@ class JobTotals:
     opened: dict[int, float] = field(default_factory=dict)
     """Step whose samples are kept → when it was opened, Unix seconds."""
 
+    @property
+    def pool(self) -> str:
+        return self.machine.spec.rollout.pool
+
     def look(self, machine: Machine, replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
         """`replicas`: of its pools."""
         self.machine, self.active = machine, not machine.finished
@@ -66,7 +70,7 @@ class Totals:
         self._members: defaultdict[str, list[Replica]] = defaultdict(list)
         """Replicas, by pool."""
         self._jobs: dict[str, JobTotals] = {}
-        """Totals by pool."""
+        """Totals by job."""
         self._busy_s: defaultdict[str, float] = defaultdict(float)
         self._live_s: defaultdict[str, float] = defaultdict(float)
         self._empty_s: defaultdict[str, float] = defaultdict(float)
@@ -89,15 +93,17 @@ class Totals:
             job.active = job.active and job.job_id in machines
         for job_id, machine in machines.items():
             pool = machine.spec.rollout.pool
-            if pool not in self._jobs or self._jobs[pool].job_id != job_id:
-                self._jobs[pool] = JobTotals(job_id, machine)
-            self._jobs[pool].look(machine, self._of(machine), at, elapsed_s)
+            if job_id not in self._jobs:
+                ended = [one for one in self._jobs.values() if one.pool == pool and not one.active]
+                for each in ended:
+                    del self._jobs[each.job_id]
+                self._jobs[job_id] = JobTotals(job_id, machine)
+            self._jobs[job_id].look(machine, self._of(machine), at, elapsed_s)
         self._forget_pools(elapsed_s)
 
     def release_before(self, job_id: str, step: int) -> None:
-        for job in self._jobs.values():
-            if job.job_id == job_id:
-                job.release_before(step)
+        if job_id in self._jobs:
+            self._jobs[job_id].release_before(step)
 
     def new_seconds(self) -> dict[str, dict[str, float]]:
         """Job → component → seconds of accelerators since the last call."""
@@ -105,10 +111,10 @@ class Totals:
 
     def samples(self) -> Iterator[Sample]:
         yield from self._fleet()
-        for pool, job in sorted(self._jobs.items()):
+        for _, job in sorted(self._jobs.items()):
             yield from self._counters(job)
             if job.active:
-                yield from self._versions(pool, job)
+                yield from self._versions(job.pool, job)
                 yield from self._gauges(job)
 
     def _forget_pools(self, elapsed_s: float) -> None:
@@ -120,7 +126,8 @@ class Totals:
 
     def _wanted(self) -> set[str]:
         """Pools of the jobs whose totals are kept."""
-        return {*self._jobs, *(pool for job in self._jobs.values() for pool in job.machine.spec.pools)}
+        jobs = self._jobs.values()
+        return {*(job.pool for job in jobs), *(pool for job in jobs for pool in job.machine.spec.pools)}
 
     def _fleet(self) -> Iterator[Sample]:
         for pool in sorted({*self._members, *self._live_s, *self._wanted()}):
@@ -139,7 +146,8 @@ class Totals:
 
     def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
         published, evaluated = job.machine.state.published, job.machine.state.evaluated
-        live = [replica for replica in self._of(job.machine) if replica.live]
+        others = {one.job_id for one in self._jobs.values() if one.active} - {job.job_id}
+        live = [r for r in self._of(job.machine) if r.live and r.job_id not in others]  # it is their turn
         lags = Counter(_lag(replica, job.job_id, published) for replica in live)
         for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):
             yield Sample("flowfleet_fleet_replicas_at_version", (pool, job.job_id, lag), lags[lag])

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from flowfleet.job.spec import JobSpec
 from services.controller.store.leadership import Lease, LeaseLost
+from services.controller.waiting import WaitedInVain
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +44,32 @@ class Launcher(Protocol):
     async def keep_only(self, job_ids: Collection[str]) -> None:
         """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
 
+    @property
+    def admitted(self) -> Collection[str]:
+        """Jobs that have places for their trainers, also after the controller was restarted."""
+
+    async def admit(self, job_id: str, spec: JobSpec) -> str:
+        """Gives the job places for its trainer, which are its own until `leave`. Returns "", or why there are none now,
+        in words that follow "waits for"."""
+
+    async def leave(self, job_id: str) -> None:
+        """Gives the places of the job's trainer, which has ended, to others."""
+
 
 class FencedLauncher:
-    """A launcher that starts and ends trainers only while this controller leads."""
+    """A launcher that starts and ends trainers only while this controller leads, and starts those alone that have their
+    places."""
 
     def __init__(self, launcher: Launcher, lease: Lease) -> None:
         self._launcher, self._lease = launcher, lease
+        self._why: dict[str, str] = {}
+        """Job → why it has no places."""
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        """Raises WaitedInVain for a job without places."""
         await self._lease.confirm()
+        if job_id not in self.admitted:
+            raise WaitedInVain(self._why.get(job_id, "it waits in the queue"))
         return await self._launcher.ensure(job_id, spec)
 
     async def alive(self, job_id: str) -> bool:
@@ -74,8 +92,22 @@ class FencedLauncher:
         await self._lease.confirm()
         await self._launcher.keep_only(job_ids)
 
+    @property
+    def admitted(self) -> Collection[str]:
+        return self._launcher.admitted
 
-async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> bool:
+    async def admit(self, job_id: str, spec: JobSpec) -> str:
+        await self._lease.confirm()
+        why = await self._launcher.admit(job_id, spec)
+        self._why[job_id] = f"it waits for {why}"
+        return why
+
+    async def leave(self, job_id: str) -> None:
+        await self._lease.confirm()
+        await self._launcher.leave(job_id)
+
+
+async def stopped(launcher: Launcher | FencedLauncher, job_id: str, *, at_once: bool = False) -> bool:
     """Ends the trainer; False, and said in the log, if that did not work. Raises nothing but LeaseLost."""
     try:
         await launcher.stop(job_id, at_once=at_once)
@@ -87,10 +119,13 @@ async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> 
     return True
 
 
-async def stop_for_good(launcher: Launcher, job_id: str) -> None:
-    """Retries `stopped`. Trainers that remain get no more calls and end by themselves, or by `keep_only`."""
+async def stop_for_good(launcher: Launcher | FencedLauncher, job_id: str) -> None:
+    """Retries `stopped`, then gives the trainer's places to others. Trainers that remain get no more calls and end by
+    themselves, or by `keep_only`."""
     for _ in range(STOP_TRIES):
         if await stopped(launcher, job_id):
-            return
+            break
         await asyncio.sleep(STOP_DELAY_S)
-    log.error("could not stop the trainer of an ended job", extra={"job": job_id})
+    else:
+        log.error("could not stop the trainer of an ended job", extra={"job": job_id})
+    await launcher.leave(job_id)

@@ -4,16 +4,17 @@ Pure rules over what the leader knows of its jobs, and the hash in Redis that it
 controller answers. They count admitted work that is waiting, never what lies in streams: a pool is too small while
 samples wait for a replica, not while finished ones wait for the trainer, and streams are trimmed.
 
-- A pool works for its oldest job that has not ended; those behind it add nothing.
-- It has one replica at least once that job's trainer has a place, between steps too: there must be somebody to publish
+- A pool works for all of its jobs whose trainers have a place; queued ones add nothing.
+- It has one replica at least from the first such job on, between steps too: there must be somebody to publish
   to. Before, replicas could take the place that the trainer waits for.
-- More, while the samples that are wanted are more than replicas take at once, up to one a request.
-- None while the job is paused, without jobs, or where the job's trainer makes all samples. A
+- More, while the samples that a job wants are more than replicas take at once, up to one a request.
+- None while all of its jobs are paused, without jobs, or where the job's trainer makes all samples. A
   reward has one at least while such a job of any pool names it.
 """
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,7 +42,7 @@ _UPDATED = "updated"
 
 @dataclass(frozen=True)
 class Work:
-    """Work of the job that a pool works for. A queued job has no samples to make yet, but counts."""
+    """Work of a job. One whose driver has yet to begin has no samples to make, but counts."""
 
     job_id: str
     pool: str
@@ -80,7 +81,7 @@ class Demand(BaseModel):
 
 
 def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int = 0) -> Work | None:
-    """Work of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
+    """Work of a job whose trainer has a place; none if it needs nothing now. `machine`: of a job whose driver runs."""
     if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
         return None
     uses_rollouts = record.spec.get("trainer", {}).get("samples") != "only"
@@ -121,19 +122,25 @@ def _services(record: JobRecord, machine: Machine | None, *, training: bool = Fa
 
 
 def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, Demand]:
-    """Demand of each pool and reward that is needed, from the work of each pool's job. `in_flight`: samples requested
-    from the replicas of a pool."""
+    """Demand of each pool and reward that is needed, from the work of all jobs. Jobs of a pool take turns at all of its
+    replicas, so the one that needs most says how many. `in_flight`: samples requested from the replicas of a pool."""
     found: dict[Name, Demand] = {}
-    scoring: dict[str, list[Work]] = {}
+    scoring: defaultdict[str, list[Work]] = defaultdict(list)
+    sampling: defaultdict[str, list[Work]] = defaultdict(list)
     for work in works:
-        out = min(work.samples, in_flight.get(work.pool, 0))
-        replicas = max(1, min(math.ceil(work.samples / work.samples_per_replica), work.requests))
         if work.uses_rollouts:
-            found["rollout", work.pool] = Demand(
-                replicas=replicas, waiting=work.samples - out, in_flight=out, jobs=(work.job_id,)
-            )
+            sampling[work.pool].append(work)
         for name in work.rewards:
-            scoring.setdefault(name, []).append(work)
+            scoring[name].append(work)
+    for pool, users in sampling.items():
+        samples = sum(work.samples for work in users)
+        out = min(samples, in_flight.get(pool, 0))
+        found["rollout", pool] = Demand(
+            replicas=max(1, *(min(math.ceil(w.samples / w.samples_per_replica), w.requests) for w in users)),
+            waiting=samples - out,
+            in_flight=out,
+            jobs=tuple(sorted(work.job_id for work in users)),
+        )
     for name, users in scoring.items():
         at_once = sum(min(work.unscored_by(name), MAX_SCORING) for work in users)
         found["reward", name] = Demand(
@@ -146,13 +153,9 @@ def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, De
 
 
 def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
-    """Returns what jobs need whose trainers have had a place: one replica of each pool and reward. `records`, oldest
-    first."""
-    first: dict[str, JobRecord] = {}
-    for record in records:
-        if record.status is JobStatus.RUNNING and not record.is_unreadable:
-            first.setdefault(record.pool, record)
-    return demand([work for record in first.values() if (work := work_of(record))], {})
+    """Returns what jobs need whose trainers have had a place: one replica of each pool and reward."""
+    able = [record for record in records if record.status is JobStatus.RUNNING and not record.is_unreadable]
+    return demand([work for record in able if (work := work_of(record))], {})
 
 
 class DemandHash:

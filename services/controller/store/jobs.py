@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowfleet.api.jobs import Desired, JobStatus, Progress, SweepPart
+from flowfleet.api.jobs import Desired, JobStatus, Priority, Progress, SweepPart
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
@@ -80,12 +80,18 @@ class Jobs(Linked):
             raise Gone(json.loads(stone)["reason"])
         return read_record(job_id, decoded(row))
 
-    async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
-        """Returns status and desired state of each job, in one round trip. Raises NotFound."""
-        rows = await self._link.each(job_ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), "status", "desired"))
+    async def statuses(self, job_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Status, desired state and priority of each job, as fields of its record, in one round trip. Raises
+        NotFound."""
+        names = ("status", "desired", "priority")
+        rows = await self._link.each(job_ids, lambda pipe, job_id: pipe.hmget(keys.job(job_id), names))
         return [
-            (JobStatus(_present(job_id, status)), Desired(desired.decode()))
-            for job_id, (status, desired) in zip(job_ids, rows, strict=True)
+            {
+                "status": JobStatus(_present(job_id, status)),
+                "desired": Desired(desired.decode()),
+                "priority": (priority or b"normal").decode(),
+            }
+            for job_id, (status, desired, priority) in zip(job_ids, rows, strict=True)
         ]
 
     async def desired_state(self, job_id: str) -> tuple[Desired, int, int | None]:
@@ -187,6 +193,22 @@ class Jobs(Linked):
         await self._link.transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
 
+    async def prioritize(self, job_id: str, priority: Priority) -> JobRecord:
+        """Changes the priority of a job. Raises NotFound, Conflict where it has ended."""
+
+        async def attempt(pipe: Pipe) -> None:
+            status, before = await pipe.hmget(keys.job(job_id), "status", "priority")
+            if (ended := JobStatus(_present(job_id, status))).terminal:
+                raise Conflict(f"the job has ended as {ended}: it waits for nothing")
+            pipe.multi()
+            pipe.hset(keys.job(job_id), "priority", priority)
+            if (before or b"normal").decode() != priority:
+                add_event(pipe, job_id, "request", {"action": "priority", "priority": priority})
+
+        await self.status(job_id)
+        await self._link.transaction(attempt, keys.job(job_id))
+        return await self.get(job_id)
+
     async def hold(self, job_id: str, pipe: Pipe) -> None:
         """Adds to a transaction that the job pauses until its user resumes it, unless it is being cancelled.
         The job's machine pauses by the event of the same transaction, so a wish that is read later knows of it."""
@@ -226,6 +248,7 @@ class Jobs(Linked):
 
 def _first_fields(spec: JobSpec, owner: str, now: float) -> dict[str, str]:
     state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
+    state |= {"priority": spec.priority}
     progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
     written = {"format": str(FORMAT), "warnings": encode(spec.warnings), "spec": spec.model_dump_json()}
     return {**state, **progress, **written, "created_at": repr(now)}

@@ -25,7 +25,7 @@ REVISION, ACTIVE, PENDING = "rewards.revision", "rewards.active", "rewards.pendi
 SECONDS = "accelerator_s."
 DATA_BYTES = "data_bytes"
 _TIMES = ("created_at", "started_at", "ended_at")
-_TEXTS = ("name", "owner", "reason", "archive")
+_TEXTS = ("name", "owner", "reason", "archive", "priority")
 LISTED = (
     *_TEXTS, *_TIMES, "status", "desired", "format", "warnings", "results", "sweep",
     *(f"progress.{name}" for name in Progress.model_fields), f"{SECONDS}rollout", f"{SECONDS}trainer",

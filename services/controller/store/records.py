@@ -144,9 +144,17 @@ def read_spec(stored: Mapping[str, Any], format: int) -> JobSpec:
         raise OtherFormat(f"{UNREADABLE}: {setting}: {first['msg']}; {ADVICE}") from None
 
 
+_LATER = ("priority", "pause")
+"""Settings that are younger than digests of format 2: at their defaults a job is the one from before."""
+
+
 def spec_digest(spec: JobSpec) -> str:
     """Digest of the job with its defaults filled in: two files with the same meaning are the same job."""
-    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    settings = spec.model_dump(mode="json")
+    for name in _LATER:
+        if getattr(spec, name) == JobSpec.model_fields[name].default:
+            del settings[name]
+    canonical = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

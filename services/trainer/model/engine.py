@@ -8,6 +8,7 @@ Else each transformer is an FSDP root, and its blocks are FSDP units.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import family_of
 from flowfleet.models.trainable import blocks_of, require_trainable
 from flowfleet.planning.replicas import replicates
-from flowfleet.process.service import usable_cpus
+from flowfleet.process.service import THREADS, usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.quantization import adapted, layers
 from flowfleet.seeds import derive_seed
@@ -280,8 +281,8 @@ def lora_spec(spec: JobSpec) -> LoraSpec:
 
 
 def num_threads(spec: JobSpec, ranks: Ranks) -> int:
-    """CPU threads of a thread that computes."""
-    return spec.trainer.threads or max(1, usable_cpus() // ranks.world_size)
+    """CPU threads of a thread that computes: as the job says, else the share of whoever started the trainer."""
+    return spec.trainer.threads or int(os.environ.get(THREADS) or max(1, usable_cpus() // ranks.world_size))
 
 
 def _set_threads(spec: JobSpec, ranks: Ranks) -> None:

@@ -72,6 +72,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     assert told("pause", job_id)["desired"] == "paused"
     assert told("resume", job_id)["desired"] == "running"
     assert told("extend", job_id, "--steps", "200")["id"] == job_id
+    assert told("set", job_id, "--priority", "high")["priority"] == "high"
 
     async def advance(store: Store) -> None:
         await store.jobs.update_progress(job_id, step=1, reward=float("nan"))

@@ -39,6 +39,7 @@ from services.controller.platforms.local.directory import StaticDirectory
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import JobRecord
 from services.controller.store.store import Store
+from tests.services.controller.places import Places
 from tests.serving import started
 
 Score = Callable[[reward_pb2.RewardSample], float]
@@ -245,11 +246,12 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ScoreResponse(scores=scores, version=self.version)
 
 
-@dataclass
-class ScriptedLauncher:
+class ScriptedLauncher(Places):
     """The one trainer, for every job."""
 
-    address: str
+    def __init__(self, address: str, places: int = 1) -> None:
+        super().__init__(places)
+        self.address = address
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         return self.address
@@ -320,7 +322,7 @@ class ScriptedFleet:
 
 @asynccontextmanager
 async def scripted_fleet(
-    redis_url: str, state_dir: Path, rewards: Mapping[str, ScriptedReward], **settings_of: Any
+    redis_url: str, state_dir: Path, rewards: Mapping[str, ScriptedReward], *, places: int = 1, **settings_of: Any
 ) -> AsyncIterator[ScriptedFleet]:
     redis = connect(redis_url)
     blobs = open_blobs(redis, "redis")
@@ -336,7 +338,7 @@ async def scripted_fleet(
     rollout.address = await serve(rollout)
     renewing = asyncio.create_task(rollout.renew())
     addresses = {name: await serve(reward) for name, reward in rewards.items()}
-    launcher = ScriptedLauncher(await serve(trainer))
+    launcher = ScriptedLauncher(await serve(trainer), places)
     settings = ControllerSettings(
         redis_url=SecretStr(redis_url),
         state_dir=state_dir,

@@ -14,7 +14,7 @@ from flowfleet.api.rewards import RewardRevision
 from flowfleet.job.fingerprints import CHANGED
 from flowfleet.local.stack import RELOADED
 from flowfleet.proto import reward_pb2, trainer_pb2
-from services.controller.jobs import scheduler
+from services.controller.jobs import runner
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
 
 PROMPTS = 'A red sign that says "K7QX"\n'
@@ -72,7 +72,7 @@ async def test_a_job_that_is_continued_pauses_for_an_input_that_was_changed_mean
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(runner, "RESTART_DELAY_S", 0.05)
     file = tmp_path / place
     before = file.read_text()
 

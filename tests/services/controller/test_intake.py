@@ -81,7 +81,7 @@ async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_st
 
     async with run(ocr=WaitingReward(by_index)) as fleet:
         record = await fleet.submit(job(rewards={"ocr": {}}))
-        while not (driver := fleet.runner._running.get(record.id)) or not driver.machine.state.batches:
+        while not (driver := fleet.runner._runner.drivers.get(record.id)) or not driver.machine.state.batches:
             await asyncio.sleep(0.02)
         batch = driver.machine.state.batches[0]
         await until(lambda: not batch.has("wanted"))

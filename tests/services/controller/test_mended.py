@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flowfleet.api.jobs import JobStatus
-from services.controller.jobs import scheduler
+from services.controller.jobs import runner
 from services.controller.limits import Limits
 from services.controller.prompts.inputs import Inputs
 from services.controller.reading.places import NotAllowed
@@ -26,7 +26,7 @@ __all__ = ["job", "run"]
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(runner, "RESTART_DELAY_S", 0.05)
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {

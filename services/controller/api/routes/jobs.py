@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from flowfleet.api.jobs import Job, JobStatus
+from flowfleet.api.jobs import Job, JobStatus, Priority
 from flowfleet.api.overview import JobRow
 from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.job.spec import JobSpec
@@ -99,8 +99,8 @@ async def cancel(job_id: JobId, use: Use) -> JobRecord:
 
 @router.post("/{job_id}/pause", status_code=202)
 async def pause(job_id: JobId, use: Use) -> JobRecord:
-    """Lets running commands end and starts nothing else. Other jobs of its pool wait behind a paused one: cancel it to
-    let them run."""
+    """Lets running commands end and starts nothing else. After `pause.release_s` the job is saved, and its trainer's
+    devices go to other jobs."""
     return await _request(job_id, use, "pause")
 
 
@@ -122,6 +122,14 @@ async def extend(
     """Gives a job that has not ended another number of training steps."""
     checks.check_extension((await use.store.jobs.get(job_id)).job_spec(), steps)
     return await _request_steps(job_id, use, steps)
+
+
+@router.post("/{job_id}/priority", status_code=202)
+async def prioritize(job_id: JobId, use: Use, priority: Priority) -> JobRecord:
+    """Gives a job another priority, which counts while it waits in the queue."""
+    record = await use.store.jobs.prioritize(job_id, priority)
+    await use.runner.notify()
+    return record
 
 
 async def _request_steps(job_id: str, use: Use, steps: int) -> JobRecord:
@@ -152,4 +160,6 @@ def _with_reason(record: JobRecord, trouble: str, row: JobRow | None) -> JobReco
         return record
     if trouble:
         return record.model_copy(update={"reason": f"the job waits: {trouble}"})
-    return record.model_copy(update={"reason": row.waits}) if row is not None and row.place else record
+    if row is None or row.place is None or record.is_unreadable:
+        return record
+    return record.model_copy(update={"reason": row.waits, "place": row.place, "starts_in_s": row.starts_in_s})

@@ -11,7 +11,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import job_token
-from services.controller.platforms.launcher import Launcher, stop_for_good, stopped
+from services.controller.platforms.launcher import FencedLauncher, stop_for_good, stopped
 from services.controller.rewards.gradients import GradientRewards
 from services.controller.waiting import NotYet
 
@@ -19,7 +19,7 @@ END_DEADLINE_S = 2.0
 
 
 class JobTrainer:
-    def __init__(self, launcher: Launcher, job_id: str, spec: JobSpec, rewards: GradientRewards) -> None:
+    def __init__(self, launcher: FencedLauncher, job_id: str, spec: JobSpec, rewards: GradientRewards) -> None:
         self._launcher, self._job_id, self._spec = launcher, job_id, spec
         self.rewards = rewards
         """Rewards that the trainer asks itself."""
@@ -67,6 +67,15 @@ class JobTrainer:
 
     async def stop(self, *, at_once: bool = False) -> bool:
         return await stopped(self._launcher, self._job_id, at_once=at_once)
+
+    @property
+    def is_admitted(self) -> bool:
+        return self._job_id in self._launcher.admitted
+
+    async def leave(self) -> None:
+        """Ends the trainer and gives its places to other jobs."""
+        await stop_for_good(self._launcher, self._job_id)
+        await self.drop()
 
     async def stop_for_good(self) -> None:
         """Has the trainer of an ended job end by itself, with exit code 0, then stops what is left of it."""

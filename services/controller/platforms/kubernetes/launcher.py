@@ -60,6 +60,8 @@ class KubernetesLauncher:
         self._namespace = namespace
         self._template = template
         self._owner = owner
+        self._pools: dict[str, str] = {}
+        """Jobs that may have a trainer → rollout pool."""
         self._scale_ups: dict[str, str] = {}
         """Attempt → when the autoscaler last began to make nodes for it."""
 
@@ -127,6 +129,24 @@ class KubernetesLauncher:
                 log.warning("deleted the trainer of an ended job", extra={"job": job_id})
                 with contextlib.suppress(Unavailable):  # the next controller to lead tries again
                     await self._delete(attempt)
+
+    @property
+    def admitted(self) -> Collection[str]:
+        return {*self._pools, *map(_job_id, self._directory.jobs.objects.values())}
+
+    async def admit(self, job_id: str, spec: JobSpec) -> str:
+        """Only the cluster knows what there is room for: it gets one trainer of each pool at a time. Kueue has its own
+        queue."""
+        pool = spec.rollout.pool
+        others = [known for known, its in self._pools.items() if its == pool and not self.placed(known)]
+        newest = {known: self._newest(known) for known in others}
+        if other := next((known for known, one in newest.items() if one is None or not placement.queue_of(one)), ""):
+            return f"the trainer of job {other}, which is being placed"
+        self._pools[job_id] = pool
+        return ""
+
+    async def leave(self, job_id: str) -> None:
+        self._pools.pop(job_id, None)
 
     # -- attempts ------------------------------------------------------------------------------------------------
 

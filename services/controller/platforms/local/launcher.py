@@ -25,14 +25,17 @@ from flowfleet.process.commands import TRAINER, trainer_flags
 from flowfleet.process.forks import fork_environment
 from flowfleet.process.forkserver import Order, start_ticks
 from flowfleet.process.logs import cap, rotate
-from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, usable_cpus
+from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, THREADS, usable_cpus
 from flowfleet.rpc.kinds import job_accept, trainer_environment
+from services.controller.platforms.local.devices import Devices
 from services.controller.platforms.local.fork_server import TrainerForks
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 START_TIMEOUT_S = 300.0
+PLACES = 2
+"""Ranks of trainers at once on a machine without accelerators."""
 STOP_TIMEOUT_S = 15.0
 
 
@@ -46,11 +49,14 @@ class TrainerProcess:
 
 
 class LocalLauncher:
-    """Trainers as process groups of this machine, on the first `world_size` of `devices`; none given: wherever torch
-    goes."""
+    """Trainers as process groups of this machine, each on `world_size` of the `devices`. None given: wherever torch
+    goes, and as many ranks at once as there are `places`."""
 
-    def __init__(self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = ()) -> None:
+    def __init__(
+        self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = (), places: int = PLACES
+    ) -> None:
         self._state_dir = state_dir.resolve()
+        self._table = Devices(self._state_dir / "devices.json", devices or tuple(map(str, range(places))))
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
@@ -100,6 +106,19 @@ class LocalLauncher:
                 log.warning("stopped the trainer of an ended job", extra={"job": path.stem})
                 await self.stop(path.stem)
 
+        self._table.keep_only(job_ids)
+
+    @property
+    def admitted(self) -> Collection[str]:
+        return self._table.of.keys()
+
+    async def admit(self, job_id: str, spec: JobSpec) -> str:
+        """A trainer of more ranks than there are places is alone on a CPU; one of more than devices never starts."""
+        return self._table.take(job_id, spec.trainer.world_size)
+
+    async def leave(self, job_id: str) -> None:
+        self._table.leave(job_id)
+
     async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -108,8 +127,9 @@ class LocalLauncher:
         port_file = self._directory / f"{job_id}.port"
         port_file.unlink(missing_ok=True)
         self._words(job_id).unlink(missing_ok=True)
-        threads = spec.trainer.threads or max(1, usable_cpus() // spec.trainer.world_size)
-        devices = self._devices[: spec.trainer.world_size]
+        at_once = max(spec.trainer.world_size, 1 if self._devices else self._table.count)
+        threads = spec.trainer.threads or max(1, usable_cpus() // at_once)
+        devices = self._table.of.get(job_id, self._devices)[: spec.trainer.world_size] if self._devices else ()
         env = {**_environment(), **self._variables(job_id, threads), **show_only(devices)}
         order = Order(TRAINER, trainer_flags(port_file), env, ranks=spec.trainer.world_size)
 
@@ -128,6 +148,7 @@ class LocalLauncher:
     def _variables(self, job_id: str, threads: int) -> dict[str, str]:
         return {
             "OMP_NUM_THREADS": str(threads),
+            THREADS: str(threads),
             STATE_DIR: str(self._state_dir),
             TERMINATION_MESSAGE: str(self._words(job_id).resolve()),
             **job_accept(job_id),

@@ -60,7 +60,7 @@ ROLLOUT = Progress(phase="rollout", samples_trained=90, samples_dropped={"not_in
     ],
 )
 def test_alerts(rows: list[JobRow], view: Fleet, wanted: list[tuple[str, str, str]]) -> None:
-    found = alerts_of(placed(rows), view)
+    found = alerts_of(placed(rows, 0.0), view)
     assert [(one.name, one.job_id) for one in found] == [(name, job_id) for name, _, job_id in wanted]
     for one, (_, text, _) in zip(found, wanted, strict=True):
         assert text in one.text
@@ -68,15 +68,32 @@ def test_alerts(rows: list[JobRow], view: Fleet, wanted: list[tuple[str, str, st
 
 def test_places_in_the_queue() -> None:
     rows = [row("a"), row("b", "queued"), row("q", "quarantined"), row("c", "queued", pool="big"), row("d", "queued")]
-    found = {one.name: (one.place, one.waits) for one in placed(rows)}
+    found = {one.name: (one.place, one.waits) for one in placed(rows, 0.0)}
     assert found["a"] == (None, "")
-    assert found["b"] == (1, "pool default runs one job at a time: a runs there")
-    assert found["c"] == (0, "the controller takes it up next")
-    assert found["d"] == (2, "pool default runs one job at a time: a runs there, and 1 more comes before it")
+    assert [found[name] for name in "bcd"] == [(place, "the controller takes it up next") for place in (0, 1, 2)]
     assert found["q"][0] is None
+
+
+def test_jobs_of_high_priority_pass_those_that_wait_for_less_than_the_weights_say() -> None:
+    """Jobs are a minute, four and sixteen old. The ends of those that run say when the next ones start."""
+    ages = {"low": 16, "normal": 4, "high": 1}
+    rows = [
+        row(name, "queued", priority=name, created_at=datetime.fromtimestamp(10_000 - 60 * age - older, UTC))
+        for name, age in ages.items()
+        for older in [{"low": 0, "normal": 1, "high": 2}[name]]
+    ]
+    rows += [row(f"r{eta}", progress=ROLLOUT.model_copy(update={"eta_s": eta})) for eta in (30.0, 7.0)]
+    found = {one.name: (one.place, one.starts_in_s) for one in placed(rows, 10_000.0)}
+    assert found == {
+        "high": (0, 7.0),
+        "normal": (1, 30.0),
+        "low": (2, None),
+        "r30.0": (None, None),
+        "r7.0": (None, None),
+    }
 
 
 def test_a_job_that_found_no_place_lets_others_of_its_pool_run() -> None:
     reason = f"{NO_PLACE} within 300 s; tried again within 60 s"
-    found = {one.name: (one.place, one.waits) for one in placed([row("a", "queued", reason=reason), row("b")])}
+    found = {one.name: (one.place, one.waits) for one in placed([row("a", "queued", reason=reason), row("b")], 0.0)}
     assert found == {"a": (None, reason), "b": (None, "")}

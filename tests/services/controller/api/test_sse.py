@@ -151,17 +151,17 @@ async def test_a_page_hears_of_jobs_as_they_change(api: Api, job: Job) -> None:
     first = str((await api.submit(job(name="first")))["id"])
     row = (await heard(stream, "jobs"))["items"][0]
     assert (row["id"], row["status"], row["place"]) == (first, "queued", 0)
-    await api.store.jobs.set_status(first, "running")
-    await heard(stream, "jobs")
     second = str((await api.submit(job(name="second")))["id"])
     row = (await heard(stream, "jobs"))["items"][0]
     assert (row["id"], row["place"]) == (second, 1)
-    assert row["waits"] == "pool default runs one job at a time: first runs there"
+    assert row["waits"] == "the controller takes it up next"
     shown = (await api.client.get(f"/v1/jobs/{second}")).json()
-    assert shown["reason"] == row["waits"]
-    await api.store.jobs.set_status(first, "succeeded")
+    assert (shown["reason"], shown["place"]) == (row["waits"], 1)
+    await api.store.jobs.set_status(first, "running")
     rows = {row["id"]: row for row in (await heard(stream, "jobs"))["items"]}
-    assert (rows[first]["status"], rows[second]["place"]) == ("succeeded", 0)  # which did not change itself
+    assert (rows[first]["place"], rows[second]["place"]) == (None, 0)  # which did not change itself
+    await api.store.jobs.set_status(first, "succeeded")
+    await heard(stream, "jobs")
     await api.store.removal.remove(first, "was deleted")
     assert (await heard(stream, "jobs"))["gone"] == [first]
 

@@ -77,18 +77,22 @@ def test_a_trainer_that_makes_all_samples_needs_no_rollout() -> None:
     assert set(asked_of(started(spec))) == {("reward", "ocr")}
 
 
-def test_jobs_behind_the_first_of_their_pool_add_nothing() -> None:
+def test_jobs_of_a_pool_take_turns_at_the_replicas_that_the_largest_wants() -> None:
     queued, running = JobStatus.QUEUED, JobStatus.RUNNING
-    kinds = [("default", queued), ("default", running), ("wide", running), ("default", queued)]
+    kinds = [("default", queued), ("default", running), ("wide", running), ("default", running)]
     jobs = [record_of(spec_of(pool=pool), status, job_id=f"job-{i}") for i, (pool, status) in enumerate(kinds)]
     found = at_least(jobs)
     assert {name: entry.jobs for name, entry in found.items()} == {
-        ("rollout", "default"): ("job-1",),  # the one before it returned to the queue
+        ("rollout", "default"): ("job-1", "job-3"),
         ("rollout", "wide"): ("job-2",),
-        ("reward", "ocr"): ("job-1", "job-2"),
+        ("reward", "ocr"): ("job-1", "job-2", "job-3"),
     }
     jobs[1] = record_of(spec_of(), JobStatus.PAUSED, Desired.PAUSED, "job-1")
-    assert ("rollout", "default") not in at_least(jobs)  # those behind a paused job wait for it
+    assert at_least(jobs)["rollout", "default"].jobs == ("job-3",)
+    small, large = started(spec_of(prompts_per_step=4)), started(spec_of(prompts_per_step=16))
+    works = [work_of(record_of(one.spec, job_id=name), one) for name, one in (("s", small), ("l", large))]
+    wanted = demand([work for work in works if work], {"default": 30})["rollout", "default"]
+    assert wanted == Demand(replicas=math.ceil(16 * 6 / (2 * 12)), waiting=20 * 6 - 30, in_flight=30, jobs=("l", "s"))
 
 
 def test_replicas_follow_the_samples_that_are_wanted_through_a_step() -> None:

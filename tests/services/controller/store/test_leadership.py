@@ -26,6 +26,7 @@ from services.controller.platforms.launcher import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
 from services.controller.store.store import Store
+from tests.services.controller.places import Places
 from tests.waiting import until
 
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
@@ -217,10 +218,11 @@ def test_only_a_process_that_would_be_seen_here_counts_as_dead(monkeypatch: pyte
     assert not judge({**dead, "place": ""})
 
 
-class Launched:
+class Launched(Places):
     """A launcher that notes its calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
 
     async def ensure(self, job_id: str, spec: Any) -> str:
