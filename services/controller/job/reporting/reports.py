@@ -157,7 +157,7 @@ class Reports:
         )
         await job.store.history.add_validation(job.job_id, validation)
         known = [one.reward for one in validations if one.reward is not None]
-        most = {"held_out_best": max(known)} if known else {}
+        most: dict[str, Any] = {"held_out_best": max(known)} if known else {}
         await job.store.jobs.update_progress(job.job_id, held_out_reward=reward, **most)
         await job.store.history.put_metrics(job.job_id, version, row)
         await asyncio.to_thread(self._file.append, "version", version, row)
