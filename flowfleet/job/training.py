@@ -1,10 +1,11 @@
 """How the trainer updates weights: `[trainer]` and its tables."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from flowfleet.job.part import Part
+from flowfleet.job.part import NAMES, Part
+from flowfleet.part import rule
 
 
 class LoraPart(Part):
@@ -47,12 +48,39 @@ class EmaPart(Part):
     """Updates from one step of the average to the next: it follows those n of which n + 1 is a multiple of this."""
 
 
+_NAME = rule(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$", NAMES.format(63))
+_LABEL = rule(
+    r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+    "give the name of a label of nodes, as in topology.kubernetes.io/rack",
+)
+
+
+class KubernetesPart(Part):
+    """Place of the trainer's pods on a cluster. Fleets of one machine do not read it."""
+
+    priority_class: str | None = Field(default=None, pattern=_NAME)
+    """PriorityClass, among those that the operator allows jobs; unset: the chart's."""
+    queue: str | None = Field(default=None, pattern=_NAME)
+    """LocalQueue of Kueue that admits the trainer, among those that the operator allows jobs; unset: the chart's."""
+    required_topology: str | None = Field(default=None, pattern=_LABEL)
+    """Label of nodes, known to Kueue's topology, of which all pods must have the same value."""
+    preferred_topology: str | None = Field(default=None, pattern=_LABEL)
+    """The same as a wish, which Kueue drops where it cannot be had."""
+
+    @model_validator(mode="after")
+    def _one_topology(self) -> Self:
+        if self.required_topology and self.preferred_topology:
+            raise ValueError("required_topology and preferred_topology exclude each other: leave one of them out")
+        return self
+
+
 class TrainerPart(Part):
     mode: Literal["lora", "full"] = "lora"
     """lora: train an adapter on frozen weights. full: train all weights of the transformer."""
     lora: LoraPart = LoraPart()
     optimizer: OptimizerPart = OptimizerPart()
     ema: EmaPart = EmaPart()
+    kubernetes: KubernetesPart = KubernetesPart()
     resume: str | None = Field(default=None, min_length=1)
     """Checkpoint that the job starts from, with all moments, averages and the old policy: `job:ID@STEP`, or its folder,
     readable by controller and trainer. Model, adapter and losses must keep the same tensors. The job's own steps and

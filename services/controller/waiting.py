@@ -15,5 +15,11 @@ class WaitedInVain(NotYet):
     """It has waited for long already: the message becomes the job's reason at once."""
 
 
+class Queued(WaitedInVain):
+    """Another system decides when it may begin."""
+
+    again_s = 3.0
+
+
 class NoPlace(Exception):
     """A trainer's pods found no place in time. The job returns to the queue, so that other jobs may run."""

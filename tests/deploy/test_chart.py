@@ -321,11 +321,13 @@ def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_n
 
 def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profile: Rendered) -> None:
     (role,) = any_profile.kind("Role")
+    queue = any_profile.trainer["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
     rules = {(rule["apiGroups"][0], rule["resources"][0]): rule for rule in role["rules"]}
     assert {key: rule["verbs"] for key, rule in rules.items()} == {
         ("batch", "jobs"): ["get", "list", "watch", "create", "delete"],
         ("", "pods"): ["get", "list", "watch", "delete", *(["patch"] if any_profile.kind("ScaledObject") else [])],
         ("", "events"): ["list"],
+        **({("kueue.x-k8s.io", "workloads"): ["list"]} if queue else {}),
         ("discovery.k8s.io", "endpointslices"): ["get", "list", "watch"],
         ("apps", "deployments"): ["get"],
     }

@@ -235,11 +235,17 @@ class JobDriver:
                 await asyncio.sleep(decision.delay_s)
                 if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
                     await self.job.trainer.stop()  # it answers, but cannot do this: start afresh
-                await self.emit(ev.TrainerLost())
+                await self._lose_trainer()
             case FailureAction.RETRY:
                 await asyncio.sleep(decision.delay_s)
             case _:
                 assert_never(decision.action)
+
+    async def _lose_trainer(self) -> None:
+        """Also ends calls to a trainer that is gone, so that its silence does not count against the next one."""
+        if not await self.job.trainer.alive():
+            await self.job.trainer.drop()
+        await self.emit(ev.TrainerLost())
 
     async def _give_up(self, command: Command, reason: str) -> None:
         """Drops what the command was for; the reason is in the log and in the job's events. Of several groups asked for
@@ -340,7 +346,9 @@ class JobDriver:
                 log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
                 await self._watch.ended()
                 if not await self.job.trainer.alive():  # else a call that broke has started the next one meanwhile
-                    await self.emit(ev.TrainerLost())
+                    await self._lose_trainer()
+            elif state.status is Status.PAUSED and not self.job.trainer.placed():
+                await self.job.trainer.stop(at_once=True)  # pods that hold nodes and wait for others
             await self._look_at_replicas()
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.refs.renew(WORKING_TTL_S)

@@ -17,6 +17,8 @@ from flowfleet.backoff import backoff_s
 
 FIRST_S = 60.0
 LONGEST_S = 1800.0
+KEPT_S = 300.0
+"""Rollouts stay for so long while a lost trainer is replaced."""
 
 
 @dataclass
@@ -24,28 +26,29 @@ class Returned:
     random: random.Random = field(default_factory=random.Random)
     _tries: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
-    _placed: set[str] = field(default_factory=set)
+    _placed: dict[str, float] = field(default_factory=dict)
+    """Job → when its trainer was last seen in its place."""
 
     def add(self, job_id: str, now: float) -> float:
         """Returns the seconds that the job waits. `now` is of a monotonic clock."""
         self._tries[job_id] = self._tries.get(job_id, 0) + 1
         delay_s = backoff_s(self._tries[job_id], FIRST_S, LONGEST_S) * self.random.uniform(0.5, 1.0)
         self._not_before[job_id] = now + delay_s
-        self._placed.discard(job_id)
+        self._placed.pop(job_id, None)
         return delay_s
 
     def waits(self, job_id: str, now: float) -> bool:
         return now < self._not_before.get(job_id, now)
 
-    def placed(self, job_id: str) -> None:
+    def placed(self, job_id: str, now: float) -> None:
         self._tries.pop(job_id, None)
-        self._placed.add(job_id)
+        self._placed[job_id] = now
 
-    def has_place(self, job_id: str) -> bool:
-        """True from the trainer's first place on, also while a lost trainer is replaced: rollouts stay meanwhile."""
-        return job_id in self._placed
+    def has_place(self, job_id: str, now: float) -> bool:
+        """True if the job may have rollouts."""
+        return now - self._placed.get(job_id, -KEPT_S) < KEPT_S
 
     def end(self, job_id: str) -> None:
         self._tries.pop(job_id, None)
-        self._placed.discard(job_id)
+        self._placed.pop(job_id, None)
         self._not_before.clear()

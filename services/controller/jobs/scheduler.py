@@ -253,11 +253,11 @@ class JobScheduler:
 
     async def _tell_demand(self, records: Iterable[JobRecord]) -> None:
         """How many replicas these jobs need now. Those whose trainers wait for a place need none."""
-        works = []
+        works, now = [], time.monotonic()
         for record in records:
             if self._launcher.placed(record.id):
-                self._returned.placed(record.id)
-            if not self._returned.has_place(record.id):
+                self._returned.placed(record.id, now)
+            if not self._returned.has_place(record.id, now):
                 continue
             runner = self._runner.drivers.get(record.id)
             state = () if runner is None else (runner.machine, sum(map(len, runner.job.held_out)))

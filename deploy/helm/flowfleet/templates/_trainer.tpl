@@ -19,6 +19,8 @@ metadata:
   annotations:
     flowfleet.io/ranks-per-pod: {{ int $trainer.ranksPerPod | quote }}
     flowfleet.io/accelerator: {{ $resource | quote }}
+    flowfleet.io/priority-classes: {{ join "," $trainer.allowed.priorityClasses | quote }}
+    flowfleet.io/queues: {{ join "," $trainer.allowed.queues | quote }}
     flowfleet.io/placement-s: {{ int $trainer.placementSeconds | quote }}
     flowfleet.io/drain-s: {{ int $trainer.drainSeconds | quote }}
     {{- with .Values.commonAnnotations }}

@@ -47,8 +47,8 @@ async def admit(spec: JobSpec, use: Services, others: Sequence[JobRecord]) -> tu
         raise Unavailable(use.runner.loss)
     await use.memory.check_room()
     room, limits = await use.memory.room() if use.settings.blobs == "redis" else 0, use.settings.limits
-    devices = use.settings.trainer_devices
-    checked, data_bytes = await checks.check(spec, use.directory, use.sources, limits, devices, room)
+    devices, template = use.settings.trainer_devices, use.settings.trainer_template
+    checked, data_bytes = await checks.check(spec, use.directory, use.sources, limits, devices, room, template)
     limits.check_room(spec, others, data_bytes)
     return checked, data_bytes
 

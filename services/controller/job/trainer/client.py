@@ -62,6 +62,9 @@ class JobTrainer:
     async def alive(self) -> bool:
         return await self._launcher.alive(self._job_id)
 
+    def placed(self) -> bool:
+        return self._launcher.placed(self._job_id)
+
     async def termination_message(self) -> str:
         return await self._launcher.termination_message(self._job_id)
 

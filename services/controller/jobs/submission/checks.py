@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
@@ -24,6 +25,7 @@ from services.controller.jobs.submission.model_checks import (
 )
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.limits import Limits
+from services.controller.platforms.kubernetes.template import choice_problem
 from services.controller.platforms.local.launcher import device_problem
 from services.controller.prompts.conditions import ConditionShapes
 from services.controller.prompts.sources import Sources
@@ -57,6 +59,7 @@ async def check(
     limits: Limits,
     trainer_devices: Sequence[str] = (),
     room: int = 0,
+    trainer_template: Path | None = None,
 ) -> tuple[JobSpec, int]:
     """The job, a Hub name of its model at its commit, and the bytes of its data as far as they are read here. `room`:
     bytes that its blobs may take; 0 is not a limit.
@@ -67,7 +70,8 @@ async def check(
     remote only the configurations of a Hub model are fetched here: `open_job` does the rest."""
     spec = await asyncio.to_thread(pinned, spec, sources)
     problems = [*_fleet_problems(spec, directory)]
-    problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
+    places = device_problem(spec, trainer_devices), choice_problem(spec, trainer_template)
+    problems += filter(None, [limits.problem(spec), *places])
     seen = _Seen()
     problems += await asyncio.to_thread(_all_file_problems, spec, sources, seen, room)
     problems = problems or await refusals(spec, spec.rewards, directory, sources, seen.firsts)

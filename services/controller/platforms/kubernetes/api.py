@@ -42,6 +42,7 @@ class Resource:
 PODS: Final = Resource("/api/v1", "pods")
 EVENTS: Final = Resource("/api/v1", "events")
 JOBS: Final = Resource("/apis/batch/v1", "jobs")
+WORKLOADS: Final = Resource("/apis/kueue.x-k8s.io/v1beta1", "workloads")
 ENDPOINT_SLICES: Final = Resource("/apis/discovery.k8s.io/v1", "endpointslices")
 DEPLOYMENTS: Final = Resource("/apis/apps/v1", "deployments")
 

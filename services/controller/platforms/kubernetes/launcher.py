@@ -25,10 +25,18 @@ from flowfleet.process.service import format_address
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import job_accept, job_token
 from services.controller.platforms.kubernetes import placement, pods
-from services.controller.platforms.kubernetes.api import DEPLOYMENTS, EVENTS, JOBS, PODS, Object, Refused
+from services.controller.platforms.kubernetes.api import (
+    DEPLOYMENTS,
+    EVENTS,
+    JOBS,
+    PODS,
+    WORKLOADS,
+    Object,
+    Refused,
+)
 from services.controller.platforms.kubernetes.directory import COMPONENT, INSTANCE, KubernetesDirectory
 from services.controller.platforms.kubernetes.template import JOB, attempt_name, load_template
-from services.controller.waiting import NoPlace, NotYet, WaitedInVain
+from services.controller.waiting import NoPlace, NotYet, Queued, WaitedInVain
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ SEEN_TIMEOUT_S = 5.0
 """Time for the mirrors to show what the API server has done."""
 HEALTH_DEADLINE_S = 2.0
 START_TIMEOUT_S = 600.0
+JOB_UID = "kueue.x-k8s.io/job-uid"
 NO_PODS_S = 15.0
 """A Job that has no pods after so long was refused them."""
 
@@ -72,6 +81,8 @@ class KubernetesLauncher:
         attempt = self._newest(job_id)
         if attempt is None:
             attempt = await self._admitted(job_id, spec)
+        if placement.is_suspended(attempt):
+            raise Queued(f"trainer: {placement.waits_in_queue(attempt, await self._workloads(attempt))}")
         if not self._lives(attempt):
             await self._replace(job_id, attempt)
         waits = self._waits(attempt)
@@ -88,7 +99,7 @@ class KubernetesLauncher:
 
     async def alive(self, job_id: str) -> bool:
         attempt = self._newest(job_id)
-        return attempt is not None and self._lives(attempt)
+        return attempt is not None and not placement.is_suspended(attempt) and self._lives(attempt)
 
     def placed(self, job_id: str) -> bool:
         attempt = self._newest(job_id)
@@ -98,7 +109,7 @@ class KubernetesLauncher:
         """The termination message of the pod that failed by itself. Waits for the kubelets to tell of one that is gone;
         a trainer that serves leaves none."""
         attempt = self._newest(job_id)
-        if attempt is None or (self._lives(attempt) and await self._serves(attempt)):
+        if attempt is None or placement.is_suspended(attempt) or (self._lives(attempt) and await self._serves(attempt)):
             return ""
         why, own_fault = await self._post_mortem(attempt)
         return why if own_fault else ""
@@ -173,10 +184,13 @@ class KubernetesLauncher:
         if pods.terminating(attempt) or _ended(attempt):
             return False
         own = self._pods_of(attempt)
+        if placement.queue_of(attempt):  # Kueue's preemption leaves pods that end while the Job lives
+            own = [pod for pod in own if not pods.terminating(pod)]
         return not any(map(pods.ended, own))
 
     async def _serves(self, attempt: Object) -> bool:
-        leader = next((pod for pod in self._pods_of(attempt) if pods.index(pod) == "0"), None)
+        left = [pod for pod in self._pods_of(attempt) if not pods.terminating(pod)]
+        leader = next((pod for pod in left if pods.index(pod) == "0"), None)
         return leader is not None and await _serves(leader, job_token(_job_id(attempt)))
 
     async def _post_mortem(self, attempt: Object) -> tuple[str, bool]:
@@ -189,9 +203,6 @@ class KubernetesLauncher:
 
     def _waits(self, attempt: Object) -> str:
         """Why it does not start; "" when its pods run or are about to."""
-        if attempt["spec"].get("suspend"):
-            queue = placement.queue_of(attempt)
-            return f"waits in queue {queue}" if queue else "its Job is suspended"
         own = self._pods_of(attempt)
         if shortage := pods.shortage(own):
             return f"{shortage}; {_demand(attempt)}" if any(map(pods.unschedulable, own)) else shortage
@@ -201,6 +212,13 @@ class KubernetesLauncher:
                 f"no pod was created: a quota or admission of the namespace refuses them; see the events of Job {name}"
             )
         return ""
+
+    async def _workloads(self, attempt: Object) -> list[Object]:
+        """Kueue's Workloads of the attempt; none without Kueue, or without the right to look."""
+        try:
+            return (await self._directory.api.list(WORKLOADS, f"{JOB_UID}={attempt['metadata']['uid']}"))[0]
+        except (NotFound, Refused):
+            return []
 
     async def _is_overdue(self, attempt: Object) -> bool:
         """Its pods cannot all be placed, and have waited for long. Asks for scale-ups only then."""

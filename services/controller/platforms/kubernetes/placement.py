@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from services.controller.platforms.kubernetes import pods
 from services.controller.platforms.kubernetes.api import Object
 from services.controller.platforms.kubernetes.template import DEFAULT_PLACEMENT_S, PLACEMENT_S, QUEUE
 
@@ -18,14 +19,14 @@ SCALE_UPS = "involvedObject.kind=Pod,reason=TriggeredScaleUp"
 
 def is_placed(attempt: Object, own: Collection[Object]) -> bool:
     """True if each pod of the attempt has a node."""
-    placed = [pod for pod in own if pod.get("spec", {}).get("nodeName")]
+    placed = [pod for pod in own if pod.get("spec", {}).get("nodeName") and not pods.terminating(pod)]
     return len(placed) >= int(attempt["spec"]["completions"])
 
 
 def limit_s(attempt: Object) -> float:
     """Seconds in which the attempt must be placed; 0: no limit."""
     annotations = attempt["metadata"].get("annotations") or {}
-    is_admitted_elsewhere = queue_of(attempt) or attempt["spec"].get("suspend")
+    is_admitted_elsewhere = queue_of(attempt) or is_suspended(attempt)
     return 0.0 if is_admitted_elsewhere else float(annotations.get(PLACEMENT_S, DEFAULT_PLACEMENT_S))
 
 
@@ -43,6 +44,20 @@ def last_scale_up(events: Iterable[Object], own: Iterable[Object]) -> str:
 def queue_of(attempt: Object) -> str:
     """Kueue's queue that the attempt waits in, or waited in; "" without Kueue."""
     return str((attempt["metadata"].get("labels") or {}).get(QUEUE, ""))
+
+
+def is_suspended(attempt: Object) -> bool:
+    """Its pods are not created yet, or were deleted for another Job's sake."""
+    return bool(attempt["spec"].get("suspend"))
+
+
+def waits_in_queue(attempt: Object, workloads: Iterable[Object]) -> str:
+    """Why a suspended attempt does not run, with Kueue's own words about its Workload."""
+    if not (queue := queue_of(attempt)):
+        return "its Job is suspended"
+    conditions = [pods.condition(workload, kind) for workload in workloads for kind in ("QuotaReserved", "Admitted")]
+    words = [found["message"] for found in conditions if found.get("status") == "False" and found.get("message")]
+    return ": ".join([f"waits in queue {queue}", *words[:1]])
 
 
 def _time(event: Object) -> str:

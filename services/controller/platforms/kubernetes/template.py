@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from flowfleet.job.spec import JobSpec
+from flowfleet.job.training import KubernetesPart
 from flowfleet.process.commands import POD_PORT, trainer_pod_command
 from flowfleet.text_files import read_text
 
@@ -28,6 +29,9 @@ DEFAULT_PLACEMENT_S = 300
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOB = "flowfleet.io/job"
 CONTAINER = "trainer"
+PRIORITY_CLASSES = "flowfleet.io/priority-classes"
+QUEUES = "flowfleet.io/queues"
+TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 MAX_NAME = 63
 """Maximum length of a pod's host name, which is <Job>-<index>."""
 
@@ -45,6 +49,21 @@ class TrainerTemplate:
     """Time for a running command to end, and for an adapter to be saved, on SIGTERM."""
     subdomain: str
 
+    def problem(self, spec: JobSpec) -> str | None:
+        """Names the class or queue of a job that the operator does not allow; None where there is none."""
+        annotations, asked = self.job["metadata"]["annotations"], spec.trainer.kubernetes
+        for name, given, allowed, value in (
+            ("priority_class", asked.priority_class, PRIORITY_CLASSES, "priorityClasses"),
+            ("queue", asked.queue, QUEUES, "queues"),
+        ):
+            known = [one for one in annotations.get(allowed, "").split(",") if one]
+            if given is not None and given not in known:
+                return (
+                    f"trainer.kubernetes.{name} = {given!r}: jobs may name {', '.join(known) or 'none'} here; the "
+                    f"operator lists them in the chart's trainer.allowed.{value}"
+                )
+        return None
+
     def pods(self, ranks: int) -> int:
         """The fewest that share the ranks evenly, as torchrun wants it."""
         fewest = math.ceil(ranks / self.ranks_per_pod)
@@ -60,7 +79,12 @@ class TrainerTemplate:
         owner: Any,
         env: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """`labels` are set on Job and pods; `owner` is an ownerReference; `env` holds no secret."""
+        """`labels` are set on Job and pods; `owner` is an ownerReference; `env` holds no secret.
+
+        Raises ValueError for a class or queue that the operator does not allow.
+        """
+        if problem := self.problem(spec):
+            raise ValueError(problem)
         ranks = spec.trainer.world_size
         pods = self.pods(ranks)
         job: dict[str, Any] = copy.deepcopy(dict(self.job))
@@ -72,6 +96,7 @@ class TrainerTemplate:
         body["completions"] = body["parallelism"] = pods
         of_pods = body["template"].setdefault("metadata", {})
         of_pods["labels"] = {**(of_pods.get("labels") or {}), **every}
+        _place(job, spec.trainer.kubernetes)
         container = _container(body["template"]["spec"])
         master = f"{name}-0.{self.subdomain}"
         container["args"] = trainer_pod_command(
@@ -89,6 +114,27 @@ class TrainerTemplate:
     def address(self, name: str, namespace: str) -> str:
         """Address of rank 0 of the Job with this name."""
         return f"{name}-0.{self.subdomain}.{namespace}.svc:{POD_PORT}"
+
+
+def _place(job: dict[str, Any], asked: KubernetesPart) -> None:
+    """Adds what a job asks for itself, in place of the template's."""
+    body, pod = job["spec"], job["spec"]["template"]
+    if asked.priority_class:
+        pod["spec"]["priorityClassName"] = asked.priority_class
+    if asked.queue:
+        job["metadata"]["labels"][QUEUE] = asked.queue
+        body["suspend"] = True
+    topologies = {"required": asked.required_topology, "preferred": asked.preferred_topology}
+    if any(topologies.values()):
+        kept = pod["metadata"].get("annotations") or {}
+        kept = {name: value for name, value in kept.items() if name not in map(TOPOLOGY.format, topologies)}
+        added = {TOPOLOGY.format(kind): label for kind, label in topologies.items() if label}
+        pod["metadata"]["annotations"] = {**kept, **added}
+
+
+def choice_problem(spec: JobSpec, template: Path | None) -> str | None:
+    """Returns `TrainerTemplate.problem`; None on one machine, where there is no template."""
+    return load_template(template).problem(spec) if template else None
 
 
 def load_template(path: Path) -> TrainerTemplate:

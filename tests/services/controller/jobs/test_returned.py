@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowfleet.api.jobs import JobStatus
-from services.controller.jobs.returned import FIRST_S, LONGEST_S, Returned
+from services.controller.jobs.returned import FIRST_S, KEPT_S, LONGEST_S, Returned
 from services.controller.store.records import NO_PLACE, found_no_place
 from services.controller.waiting import NoPlace
 from tests.services.controller.jobs.test_scheduler import SPEC, reached, with_runner
@@ -26,11 +26,11 @@ def test_each_wait_is_twice_as_long_until_the_trainer_has_a_place() -> None:
         assert returned.waits("a", 100.0 + 0.99 * delay_s)
         assert not returned.waits("a", 100.0 + delay_s)
         assert not returned.waits("b", 100.0)
-    assert not returned.has_place("a")
-    returned.placed("a")
-    assert returned.has_place("a")
+    assert not returned.has_place("a", 100.0)
+    returned.placed("a", 100.0)
+    assert [returned.has_place("a", 100.0 + later_s) for later_s in (0.0, KEPT_S - 1, KEPT_S)] == [True, True, False]
     assert returned.add("a", 100.0) <= FIRST_S
-    assert not returned.has_place("a")
+    assert not returned.has_place("a", 100.0)
 
 
 def test_all_may_try_when_another_job_ends_and_the_next_wait_is_no_shorter_for_it() -> None:

@@ -17,12 +17,12 @@ from flowfleet.job.spec import parse_job
 from services.controller.jobs.returned import Returned
 from services.controller.platforms.kubernetes import launcher as kubernetes_launcher
 from services.controller.platforms.kubernetes import pods
-from services.controller.platforms.kubernetes.api import DEPLOYMENTS, EVENTS, JOBS, PODS
+from services.controller.platforms.kubernetes.api import DEPLOYMENTS, EVENTS, JOBS, PODS, WORKLOADS
 from services.controller.platforms.kubernetes.api import _problem as problem
 from services.controller.platforms.kubernetes.launcher import KubernetesLauncher
 from services.controller.platforms.kubernetes.mirror import Mirror
 from services.controller.platforms.kubernetes.placement import last_scale_up
-from services.controller.waiting import NoPlace, NotYet
+from services.controller.waiting import NoPlace, NotYet, Queued
 
 GATED = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
 LIMIT_S = 300
@@ -60,6 +60,7 @@ class World:
     random: random.Random
     now: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
+    workloads: list[Any] = field(default_factory=list)
     refuses_events: bool = False
     schedules: bool = True
     num_asked: int = 0
@@ -79,6 +80,8 @@ class World:
             if self.refuses_events:
                 raise problem(EVENTS, 403, b'{"message": "events is forbidden"}')
             return self.events, "1"
+        if resource is WORKLOADS:
+            return self.workloads, "1"
         return [
             job
             for job in self.jobs.objects.values()
@@ -93,6 +96,11 @@ class World:
         made: dict[str, Any] = json.loads(json.dumps(body))
         made["metadata"] |= {"uid": made["metadata"]["name"], "creationTimestamp": self.stamp()}
         made["status"] = {"startTime": self.stamp()}
+        self.add_pods(made)
+        self.jobs.objects[made["metadata"]["name"]] = made
+        return made
+
+    def add_pods(self, made: Mapping[str, Any]) -> None:
         for index in range(made["spec"]["completions"]):
             name = f"{made['metadata']['name']}-{index}"
             metadata = {
@@ -103,8 +111,6 @@ class World:
                 "creationTimestamp": self.stamp(),
             }
             self.pods.objects[name] = {"metadata": metadata, "spec": {}, "status": {"phase": "Pending"}}
-        self.jobs.objects[made["metadata"]["name"]] = made
-        return made
 
     async def delete(self, resource: Any, name: str, *, grace_s: int | None = None) -> None:
         mirror = self.jobs if resource is JOBS else self.pods
@@ -201,7 +207,7 @@ class Run:
             self.returned.add(job_id, self.world.now)
             self.reasons.append(str(error))
             return
-        self.returned.placed(job_id)
+        self.returned.placed(job_id, self.world.now)
         self.serving.add(job_id)
 
     async def _train(self, job_id: str) -> None:
@@ -295,3 +301,30 @@ async def test_a_role_without_events_gives_up_after_the_limit(launch: Any, caplo
 
 def test_scale_ups_of_other_pods_do_not_count() -> None:
     assert last_scale_up([], [{"metadata": {"name": "a"}}]) == ""
+
+
+async def test_a_preempted_trainer_keeps_its_job_and_its_turn_in_kueues_queue(launch: Any) -> None:
+    """Kueue suspends the Job, whose pods end, and admits it again: no second Job is made."""
+    world = World(2, random.Random(1))
+    launcher = launch(world)
+    await waits(world, launcher, 10)
+    [job] = world.jobs.objects.values()
+    job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
+    assert await launcher.alive("job-0")
+    job["spec"]["suspend"] = True
+    before = dict(world.pods.objects)
+    for pod in before.values():
+        pod["metadata"]["deletionTimestamp"] = world.stamp()
+    message = "couldn't assign flavors to pod set main: insufficient unused quota"
+    world.workloads = [{"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": message}]}}]
+    assert not await launcher.alive("job-0")
+    assert not launcher.placed("job-0")
+    assert await launcher.termination_message("job-0") == ""
+    with pytest.raises(Queued, match=f"trainer: waits in queue team-a: {message}"):
+        await launcher.ensure("job-0", SPEC)
+    job["spec"]["suspend"] = False
+    world.add_pods(job)
+    world.pods.objects |= {f"{name}-old": pod for name, pod in before.items()}
+    assert await waits(world, launcher, 20) is None
+    assert await launcher.alive("job-0")
+    assert list(world.jobs.objects.values()) == [job]
