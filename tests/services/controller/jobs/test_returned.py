@@ -12,7 +12,7 @@ import pytest
 from flowfleet.api.jobs import JobStatus
 from services.controller.jobs.returned import FIRST_S, KEPT_S, LONGEST_S, Returned
 from services.controller.store.records import NO_PLACE, found_no_place
-from services.controller.waiting import NoPlace
+from services.controller.waiting import NoPlace, NotYet
 from tests.services.controller.jobs.test_scheduler import SPEC, reached, with_runner
 from tests.services.controller.scripted import ScriptedLauncher, ScriptedReward, ScriptedTrainer, scripted_fleet
 from tests.waiting import until
@@ -67,6 +67,18 @@ async def test_a_returned_job_is_cancelled_at_once(redis_url: str, tmp_path: Pat
         await reached(store, job.id, JobStatus.CANCELLED)
 
 
+def job_of(folder: Path) -> dict[str, Any]:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a\nb\n")
+    return {
+        "model": {"path": str(folder / "m")},
+        "data": {"train": str(prompts)},
+        "rewards": {"ocr": {}},
+        "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
+        "schedule": {"steps": 3, "save_every": 1},
+    }
+
+
 @pytest.mark.parametrize("has_trained", [False, True])
 async def test_a_job_without_a_place_continues_where_it_was(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_trained: bool
@@ -92,15 +104,7 @@ async def test_a_job_without_a_place_continues_where_it_was(
     monkeypatch.setattr(ScriptedLauncher, "ensure", ensure)
     monkeypatch.setattr(ScriptedLauncher, "alive", alive)
     monkeypatch.setattr(ScriptedTrainer, "TrainStep", train_step)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\nb\n")
-    job = {
-        "model": {"path": str(tmp_path / "m")},
-        "data": {"train": str(prompts)},
-        "rewards": {"ocr": {}},
-        "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
-        "schedule": {"steps": 3, "save_every": 1},
-    }
+    job = job_of(tmp_path)
     reward = ScriptedReward(lambda sample: float(sample.sample_id[-1]))
     async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}) as fleet:
         first = await fleet.submit(job)
@@ -112,3 +116,26 @@ async def test_a_job_without_a_place_continues_where_it_was(
         assert (num_done > 0) == has_trained
         assert [request.step for request in fleet.trainer.steps] == [0, 1, 2]
         assert fleet.trainer.num_ends == 1, "it is asked to end once its job has ended, and not as its job returns"
+
+
+async def test_pods_of_a_paused_job_that_are_not_all_placed_go(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[bool] = []
+
+    async def ensure(self: Any, job_id: str, spec: Any) -> str:
+        raise NotYet("trainer: 0/1 nodes are available")
+
+    async def stop(self: Any, job_id: str, *, at_once: bool = False) -> None:
+        stopped.append(at_once)
+
+    monkeypatch.setattr(ScriptedLauncher, "ensure", ensure)
+    monkeypatch.setattr(ScriptedLauncher, "stop", stop)
+    monkeypatch.setattr(ScriptedLauncher, "placed", lambda self, job_id: False)
+    async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": ScriptedReward(lambda _: 0.5)}) as fleet:
+        job = await fleet.submit(job_of(tmp_path))
+        await fleet.reached(job.id, lambda record: "nodes are available" in record.reason)
+        assert not stopped
+        await fleet.store.jobs.request(job.id, "pause")
+        await until(lambda: stopped, 20)
+        assert stopped[0] is True
