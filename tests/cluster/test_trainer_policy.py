@@ -106,6 +106,10 @@ CRAFTED: dict[str, tuple[Change, str]] = {
         ),
         "environment is that",
     ),
+    "a priority class": (
+        lambda pod, trainer: pod.update(priorityClassName="system-node-critical"),
+        "queue and priority class are those",
+    ),
     "a whole Secret": (
         lambda pod, trainer: trainer.update(envFrom=[{"secretRef": {"name": "other"}}]),
         "no other ConfigMap or Secret",
@@ -118,7 +122,8 @@ def template(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Train
     """The chart's template, in a namespace with its accounts, rights and policy."""
     parts = ("rbac.yaml", "trainer-policy.yaml", "trainer.yaml")
     show = [word for part in parts for word in ("--show-only", f"templates/{part}")]
-    flags = ["--set", "trainer.admissionPolicy.enabled=true", "--kube-version", "1.30", *API_SERVER]
+    allowed = "trainer.allowed.queues={team-a},trainer.allowed.priorityClasses={urgent}"
+    flags = ["--set", f"trainer.admissionPolicy.enabled=true,{allowed}", "--kube-version", "1.30", *API_SERVER]
     text = run(
         "helm",
         "template",
@@ -161,16 +166,21 @@ def test_the_controllers_account_may_create_trainers_and_nothing_else(
     loose = copy.deepcopy(own)
     loose["metadata"]["labels"]["app.kubernetes.io/component"] = "controller"
     assert "labels are those" in send(cluster, loose)
+    loose = copy.deepcopy(own)
+    loose["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "of-others"
+    assert "queue and priority class are those" in send(cluster, loose)
+    chosen = rendered(template, queue="team-a", priority_class="urgent")
+    assert send(cluster, chosen) == "", "of those that the chart allows jobs"
 
 
-def rendered(template: TrainerTemplate) -> dict[str, Any]:
+def rendered(template: TrainerTemplate, **asked: str) -> dict[str, Any]:
     """Renders the Job like the controller."""
     spec = parse_job(
         {
             "model": {"path": "/m"},
             "data": {"train": "/p.txt"},
             "rewards": {"ocr": {}},
-            "trainer": {"world_size": 2, "threads": 2},
+            "trainer": {"world_size": 2, "threads": 2, "kubernetes": asked},
         }
     )
     owner = {
