@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
+from typing import Any
 
 from flowfleet.api.jobs import Checkpoint
 from flowfleet.media.image_stats import ImageStats, image_stats
