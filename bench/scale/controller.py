@@ -28,6 +28,7 @@ class SimulatedLauncher(ScriptedLauncher):
     """The trainer of a job's pool is always there."""
 
     def __init__(self, load: Load) -> None:
+        super().__init__("", places=load.jobs)
         self._load = load
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
