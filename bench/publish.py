@@ -37,6 +37,7 @@ from flowfleet.hardware.accelerators import visible_devices
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily, adapter_for
+from flowfleet.peers import Peers
 from flowfleet.proto import rollout_pb2_grpc
 from flowfleet.proto.rollout_pb2 import Bucket, ModelSpec
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest, Replica, TrainStepRequest
@@ -169,7 +170,7 @@ async def _serve(number: int, store: TCPStore) -> None:
     absent: Any = None  # what samples alone need
     fleet: Any = _NoFleet()
     place = {"replica_id": str(number), "incarnation": uuid.uuid4().hex}
-    service = RolloutService(engine, absent, absent, absent, RolloutMetrics(), fleet, **place)
+    service = RolloutService(engine, absent, absent, absent, RolloutMetrics(), fleet, Peers(absent), **place)
     server = rpc.make_server()
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
 

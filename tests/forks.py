@@ -49,6 +49,7 @@ def start(
     env: Mapping[str, str],
     output: int,
     error: int | None = None,
+    cwd: Path | None = None,
     session: bool = False,
     ranks: int = 0,
 ) -> StartedProcess:
@@ -58,7 +59,16 @@ def start(
     if ranks and not (forks and forks.forks(argv[2], env)):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         argv, ranks = [argv[0], *torchrun, *argv[1:]], 0
-    started = StartedProcess(argv, env=env, output=output, error=error, session=session, address=forks, ranks=ranks)
+    started = StartedProcess(
+        argv,
+        env=env,
+        output=output,
+        error=error,
+        cwd=None if cwd is None else str(cwd),
+        session=session,
+        address=forks,
+        ranks=ranks,
+    )
     return started.started()
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 
-from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
+from flowfleet.proto import models_pb2_grpc, reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
 
 SERVICES: dict[type, Any] = {
+    models_pb2_grpc.ModelServiceServicer: models_pb2_grpc.add_ModelServiceServicer_to_server,
     reward_pb2_grpc.RewardServiceServicer: reward_pb2_grpc.add_RewardServiceServicer_to_server,
     rollout_pb2_grpc.RolloutServiceServicer: rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
     trainer_pb2_grpc.TrainerServiceServicer: trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

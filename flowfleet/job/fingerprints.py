@@ -53,7 +53,7 @@ def fingerprint(path: str | Path, read: tuple[str, ...] = READ) -> str:
     is of a format of its own, because another process may read that file.
     """
     root = Path(path)
-    files = sorted(_files(root, read)) if os.path.isdir(root) else [root]
+    files = sorted(files_of(root, read)) if os.path.isdir(root) else [root]
     with ThreadPoolExecutor(_READERS, "fingerprint") as pool:
         digests = pool.map(_digest, files)
         known = [(file, digest) for file, digest in zip(files, digests, strict=True) if digest]
@@ -85,7 +85,8 @@ def change(known: Mapping[str, str], found: Mapping[str, str], places: Mapping[s
     return ""
 
 
-def _files(root: Path, read: tuple[str, ...]) -> Iterator[Path]:
+def files_of(root: Path, read: tuple[str, ...] = READ) -> Iterator[Path]:
+    """Files of a folder that its fingerprint covers."""
     seen: set[str] = set()
     for parent, folders, names in os.walk(root, followlinks=True):
         if (here := os.path.realpath(parent)) in seen:

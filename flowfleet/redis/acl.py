@@ -46,6 +46,7 @@ _SAMPLE: Final = (
     Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
     Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
     Rule("load the script", ("+script|load", "+time")),
+    Rule("find peers with a model", ("+lrem", "+rpush", "+ltrim", "+lrange"), ("ff-fleet:models:*",)),
 )
 """Rights of a replica: a rollout, or a trainer's rank that samples."""
 

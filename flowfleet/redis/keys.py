@@ -146,6 +146,11 @@ def replicas(part: str, *of: str) -> str:
     return fleet_key("replicas", part, *of)
 
 
+def model_holders(path: str) -> str:
+    """List of the processes that have a model's files or take them, oldest first; hashed, since paths have slashes."""
+    return fleet_key("models", hashlib.sha256(path.encode()).hexdigest())
+
+
 def session(digest: str) -> str:
     """A browser's session, by the SHA-256 of its token."""
     return fleet_key("sessions", digest)

@@ -47,7 +47,7 @@ MAY_CALL: Final[Mapping[Caller, tuple[str, ...]]] = {
         *(_ROLLOUT + method for method in ("GetStatus", *_TRANSFER)),
         *(_REWARD + method for method in ("Describe", "ScoreWithGradient")),
     ),
-    "rollout": (),
+    "rollout": ("/flowfleet.v1.ModelService/Read",),
     "reward": (),
     "redis": (),
 }

@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--threads", type=_positive, help="CPU threads of the engine; default: torch's")
     flags.add_argument("--model", help="directory of a diffusers pipeline to load at start")
     flags.add_argument("--dtype", default="bfloat16", help="of --model; jobs name their own")
+    flags.add_argument("--model-copies", default="", help="folder for models from live peers; empty (default): none")
     flags.add_argument("--drain-s", type=float, default=600.0, help="longest wait for running work on SIGTERM")
     add_pulse_arguments(flags)
     return flags

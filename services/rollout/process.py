@@ -4,8 +4,11 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import uuid
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio
@@ -14,9 +17,10 @@ import torch
 from flowfleet import hub, plugins
 from flowfleet.hardware import devices
 from flowfleet.job.fingerprints import fingerprint
+from flowfleet.peers import Peers
 from flowfleet.process.pulse import Pulse
-from flowfleet.process.service import serving
-from flowfleet.proto import rollout_pb2
+from flowfleet.process.service import serving, stop_on_signals
+from flowfleet.proto import models_pb2_grpc, rollout_pb2
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
 from services.rollout.engines.base import RolloutEngine
@@ -37,12 +41,6 @@ async def serve(options: argparse.Namespace) -> None:
     client = redis_client.connect(redis_client.redis_url())
     engine = make_engine(options)
     try:
-        if options.model:
-            folder = await asyncio.to_thread(hub.pipeline, options.model)
-            is_named = hub.name_of(options.model) is not None
-            found = "" if is_named else await asyncio.to_thread(fingerprint, folder)
-            model = rollout_pb2.ModelSpec(path=str(folder), dtype=options.dtype, fingerprint=found)
-            await engine.prepare(model, None)
         with ThreadPoolExecutor(_MEDIA_THREADS, "media") as pool:
             await _serve(options, client, engine, pool)
     finally:
@@ -56,24 +54,42 @@ async def _serve(
     incarnation = uuid.uuid4().hex
     # the same after a restart if the port is
     name = f"{options.host}-{options.port}".replace(":", ".") if options.port else incarnation
-    server, health = rpc.make_server(), rpc.HealthState(SERVICE)
+    replica_id = options.replica_id or name
+    server, health, stop = rpc.make_server(), rpc.HealthState(SERVICE), asyncio.Event()
+    peers = Peers(client, Path(options.model_copies, replica_id) if options.model_copies else None)
+    models_pb2_grpc.add_ModelServiceServicer_to_server(peers, server)
     replica = Replica(
         engine,
         client,
         pool,
         server,
         health,
-        replica_id=options.replica_id or name,
+        peers,
+        replica_id=replica_id,
         incarnation=incarnation,
         on_replaced=_end_at_once,
     )
-    await rpc.serve(
-        server,
-        **serving(options),
-        health=health,
-        on_serving=lambda address: replica.join(options.advertise or address, options.model or "", options.pool),
-        on_drain=lambda: replica.leave(options.drain_s),
-    )
+
+    async def join(address: str) -> None:
+        """Loads the model first: meanwhile peers are answered, but not the fleet."""
+        address = options.advertise or address
+        peers.address = address if options.model_copies else ""
+        if options.model:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
+            folder = await peers.model(options.model)
+            is_named = hub.name_of(options.model) is not None
+            found = "" if is_named else await asyncio.to_thread(fingerprint, folder)
+            await engine.prepare(rollout_pb2.ModelSpec(path=str(folder), dtype=options.dtype, fingerprint=found), None)
+            stop_on_signals(stop)
+        await replica.join(address, options.model or "", options.pool)
+
+    def leave() -> Awaitable[object]:
+        return asyncio.gather(replica.leave(options.drain_s), peers.close())
+
+    try:
+        await rpc.serve(server, **serving(options), health=health, on_serving=join, on_drain=leave, stop=stop)
+    finally:
+        await server.stop(None)
 
 
 def make_engine(options: argparse.Namespace) -> RolloutEngine:

@@ -10,6 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from flowfleet.data.blobs import open_blobs
+from flowfleet.peers import Peers
 from flowfleet.proto import rollout_pb2_grpc
 from flowfleet.rpc.endpoint import HealthState
 from services.rollout.engines.base import RolloutEngine
@@ -32,6 +33,7 @@ class Replica:
         pool: ThreadPoolExecutor,
         server: Any,
         health: HealthState,
+        peers: Peers,
         *,
         replica_id: str,
         incarnation: str | None = None,
@@ -47,6 +49,7 @@ class Replica:
             blobs,
             RolloutMetrics(),
             self._membership,
+            peers,
             replica_id=replica_id,
             incarnation=incarnation or uuid.uuid4().hex,
         )

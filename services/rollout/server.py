@@ -16,6 +16,7 @@ from typing import Any
 from flowfleet.data.blobs import BlobStore
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.hardware import devices
+from flowfleet.peers import Peers
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.metrics import RolloutMetrics
@@ -40,6 +41,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         blobs: BlobStore,
         metrics: RolloutMetrics,
         membership: Membership,
+        peers: Peers,
         *,
         replica_id: str,
         incarnation: str,
@@ -56,7 +58,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._state = WeightState(membership.changed)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait)
+        self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait, peers)
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any

@@ -21,9 +21,10 @@ from typing import NoReturn, Protocol
 
 from flowfleet.data.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
+from flowfleet.peers import Peers
 from flowfleet.process import telemetry, traces
-from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run_service, serving
-from flowfleet.proto import trainer_pb2_grpc
+from flowfleet.process.service import end_soon, end_with_parent, format_address, rpc_parser, run_service, serving
+from flowfleet.proto import models_pb2_grpc, trainer_pb2_grpc
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
 from services.trainer import termination
@@ -36,7 +37,7 @@ from services.trainer.runner import Runner
 from services.trainer.sampling.replica import RankReplica
 from services.trainer.server import TrainerService
 from services.trainer.step.gradients.client import loop_in_a_thread
-from services.trainer.worker import Worker
+from services.trainer.worker import Job, Worker
 
 SERVICE = "flowfleet.v1.TrainerService"
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -91,6 +92,17 @@ async def lead(options: argparse.Namespace) -> None:
     service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex, on_end)
     server = rpc.make_server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+    peers, loop = Peers(redis_client.connect(redis_client.redis_url())), asyncio.get_running_loop()
+    models_pb2_grpc.add_ModelServiceServicer_to_server(peers, server)
+
+    async def give_models(address: str) -> None:
+        peers.address = format_address(_transfer_host(options), int(address.rpartition(":")[2]))
+
+    def configured(job: Job) -> None:
+        asyncio.run_coroutine_threadsafe(peers.model(job.spec.model.path), loop).result()
+        replica.joins(job)
+
+    worker.on_configured = configured
     watches = [
         asyncio.create_task(stop_when_idle(service, options.idle_exit_s, stop)),
         asyncio.create_task(end_when_replaced(worker, on_fatal)),
@@ -100,6 +112,7 @@ async def lead(options: argparse.Namespace) -> None:
     async def drain() -> None:
         nonlocal settled
         await replica.leave(0.0)
+        await peers.close()
         saved = None if told.is_set() else worker.job  # nothing of an ended job is needed any more
         settled = await (runner.settled(0.0) if failed.is_set() else leave(saved, runner, options.drain_s))
 
@@ -107,6 +120,7 @@ async def lead(options: argparse.Namespace) -> None:
         server,
         **serving(options),
         health=rpc.HealthState(SERVICE),
+        on_serving=give_models,
         on_drain=drain,
         stop=stop,
         grace_s=1.0,

@@ -13,13 +13,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
-from flowfleet import hub
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import Conflict, DataLoss, Unavailable
 from flowfleet.job.fingerprints import CHANGED, differ, fingerprint
 from flowfleet.models.registry import family_of
+from flowfleet.peers import Peers
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_from_bytes
@@ -40,11 +41,13 @@ class WeightReceiver:
         state: WeightState,
         blobs: BlobStore,
         settled: Callable[[], Awaitable[object]],
+        peers: Peers,
     ) -> None:
         self._engine = engine
         self._state = state
         self._blobs = blobs
         self._settled = settled
+        self._peers = peers
         self._lock = asyncio.Lock()
         self._attempts = Attempts()
         self._binding: Binding | None = None
@@ -96,7 +99,8 @@ class WeightReceiver:
     ) -> None:
         self._attempts.admit(binding.job_id, attempt)
         if binding != self._binding:
-            model = await asyncio.to_thread(_local, binding.model)  # raises before anything is let go
+            folder = await self._peers.model(binding.model.path, binding.model.fingerprint)
+            model = await asyncio.to_thread(_local, binding.model, folder)  # raises before anything is let go
             self._binding = None
             self._state.bind("")
             await self._settled()
@@ -188,12 +192,12 @@ class WeightReceiver:
             log.warning("weight update failed: %s", task.exception())
 
 
-def _local(model: rollout_pb2.ModelSpec) -> rollout_pb2.ModelSpec:
-    """The model by its folder; downloads a name of the Hub. Raises ValueError where it cannot be loaded."""
+def _local(model: rollout_pb2.ModelSpec, folder: Path) -> rollout_pb2.ModelSpec:
+    """The model by its folder. Raises ValueError where it cannot be loaded."""
     resolved = rollout_pb2.ModelSpec()
     resolved.CopyFrom(model)
-    resolved.path = str(hub.pipeline(model.path))
-    if model.fingerprint and differ(model.fingerprint, fingerprint(resolved.path)):
+    resolved.path = str(folder)
+    if model.fingerprint and differ(model.fingerprint, fingerprint(folder)):
         raise Conflict(f"model.path: {model.path} {CHANGED}: put the former files back and resume the job")
-    family_of(resolved.path)
+    family_of(folder)
     return resolved

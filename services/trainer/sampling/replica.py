@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from flowfleet.data.replicas import rank_id
+from flowfleet.peers import Peers
 from flowfleet.process.service import format_address
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
@@ -65,7 +66,8 @@ class RankReplica:
         server, health = rpc.make_server(), rpc.HealthState(SERVICE)
         rank, pool = self._worker.ranks.rank, ThreadPoolExecutor(_MEDIA_THREADS, "media")
         name = rank_id(job.job_id, rank)
-        replica = Replica(engine, client, pool, server, health, replica_id=name, on_replaced=self._on_replaced)
+        end = self._on_replaced
+        replica = Replica(engine, client, pool, server, health, Peers(client), replica_id=name, on_replaced=end)
         await health.register(server)
         port = rpc.listen(server, self._host, self._port)
         await server.start()

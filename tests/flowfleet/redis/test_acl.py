@@ -105,6 +105,9 @@ TABLE: list[tuple[tuple[Any, ...], str, str]] = [
     (("DEL", keys.trajectories(JOB)), "controller", ""),
     (("HSET", keys.replicas("records"), "r", "{}"), "controller rollout trainer", ""),
     (("HGETALL", keys.replicas("records")), "controller", ""),
+    (("LRANGE", keys.model_holders("/m"), 0, -1), "controller rollout trainer", ""),
+    (("RPUSH", keys.model_holders("/m"), "x"), "controller rollout trainer", ""),
+    (("DEL", keys.model_holders("/m")), "controller", ""),
     (("SET", keys.replicas("owner", "r0"), "x"), "controller rollout trainer", ""),
     *(((command, keys.replicas(part), *more), kinds, "controller rollout trainer")  # the type of a key stays what it is
       for part in ("records", "revision", "renewed", "changed")

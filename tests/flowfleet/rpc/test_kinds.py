@@ -19,7 +19,7 @@ from tests.certificates import Authority
 
 Code = grpc.StatusCode
 TOKENS: dict[kinds.Caller, str] = {caller: f"the token of the {caller}" for caller in kinds.CALLERS}
-SERVICES = ("RolloutService", "TrainerService", "RewardService")
+SERVICES = ("RolloutService", "TrainerService", "RewardService", "ModelService")
 METHODS = tuple(
     f"/flowfleet.v1.{name}/{method.name}"
     for name in SERVICES
@@ -31,7 +31,8 @@ OF_TRAINERS = {
 } | {"/flowfleet.v1.RewardService/Describe", "/flowfleet.v1.RewardService/ScoreWithGradient"}
 """What services/trainer/publishing/replicas.py and services/trainer/step/gradients/client.py call."""
 
-
+OF_ROLLOUTS = {"/flowfleet.v1.ModelService/Read"}
+"""What flowfleet/peers.py calls."""
 TO_ROLLOUTS = {f"/flowfleet.v1.RolloutService/{name}" for name in ("GetStatus", "Generate", "Drain")}
 """What a controller calls, by the token that rollouts see: none of it is a trainer's."""
 
@@ -55,7 +56,7 @@ async def answers(channel: grpc.aio.Channel) -> dict[str, Code]:
     """The code that each method ends with."""
     found = {}
     for method in (*METHODS, "/grpc.health.v1.Health/Check"):
-        is_stream = method.endswith("/Generate")
+        is_stream = method.endswith(("/Generate", "/Read"))
         call: Any = (channel.unary_stream if is_stream else channel.unary_unary)(method)
         try:
             if is_stream:
@@ -71,7 +72,8 @@ async def answers(channel: grpc.aio.Channel) -> dict[str, Code]:
 
 def expected(kind: str, refused: Code) -> dict[str, Code]:
     """Written down here once more, by hand."""
-    allowed = {"controller": {*METHODS}, "sampler": TO_ROLLOUTS, "trainer": OF_TRAINERS}.get(kind, set())
+    by_kind = {"controller": {*METHODS}, "sampler": TO_ROLLOUTS, "trainer": OF_TRAINERS, "rollout": OF_ROLLOUTS}
+    allowed = by_kind.get(kind, set())
     codes = {method: Code.INTERNAL if method in allowed else refused for method in METHODS}
     return {**codes, "/grpc.health.v1.Health/Check": Code.OK}
 

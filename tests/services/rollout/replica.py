@@ -34,7 +34,12 @@ class ReplicaProcess:
     """`python -m services.rollout` with one CPU thread, up when made."""
 
     def __init__(
-        self, directory: Path, redis_url: str, *flags: str, module: Sequence[str] = ("services.rollout",)
+        self,
+        directory: Path,
+        redis_url: str,
+        *flags: str,
+        module: Sequence[str] = ("services.rollout",),
+        cwd: Path | None = None,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.log = directory / "log"
@@ -42,7 +47,7 @@ class ReplicaProcess:
         argv = [sys.executable, "-m", *module, "--port-file", str(port_file), "--threads", "1", *flags]
         with self.log.open("wb") as log:
             environment = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
-            self.process = start(argv, env=environment, output=log.fileno())
+            self.process = start(argv, env=environment, output=log.fileno(), cwd=cwd)
         deadline = time.monotonic() + TIMEOUT_S
         while not port_file.exists():
             assert self.process.poll() is None, self.log.read_text()

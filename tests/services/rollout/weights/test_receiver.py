@@ -10,6 +10,7 @@ import torch
 
 from flowfleet.errors import Conflict, DataLoss
 from flowfleet.job.fingerprints import CHANGED, fingerprint
+from flowfleet.peers import Peers
 from flowfleet.proto import rollout_pb2
 from flowfleet.weights.transfer import GroupBroken, TransferMember, TransferStore
 from flowfleet.weights.weights import Member
@@ -39,7 +40,7 @@ def receiver_with(failure: Exception) -> WeightReceiver:
         pass
 
     engine, blobs = Engine(failure), object()
-    return WeightReceiver(engine, WeightState(), blobs, settled)  # type: ignore[arg-type]
+    return WeightReceiver(engine, WeightState(), blobs, settled, Peers(None))  # type: ignore[arg-type]
 
 
 @pytest.fixture
