@@ -3,6 +3,7 @@ weight update."""
 
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,12 +42,12 @@ def exposition(url: str) -> str:
 
 
 @contextmanager
-def running(*flags: str) -> Iterator[Replica]:
-    """A replica with a Redis of its own; both are gone afterwards. Prints its log if the block fails."""
+def running(*flags: str, redis_url: str = "") -> Iterator[Replica]:
+    """A replica, with a Redis of its own unless one is given. Both are gone afterwards. Prints its log on a failure."""
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
         directory = Path(scratch)
         server = RedisServer(directory / "redis")
-        redis_url = server.start()
+        redis_url = redis_url or server.start()
         port_file, (port,) = directory / "port", free_ports(1)
         ports = ["--port-file", str(port_file), "--metrics-port", str(port)]
         try:
@@ -61,9 +62,10 @@ def running(*flags: str) -> Iterator[Replica]:
 
 async def publish_adapter(
     stub: Any, blobs: BlobStore, model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, version: int = 0
-) -> None:
-    """Runs all four phases of an update with a random adapter; the replica serves it afterwards."""
+) -> float:
+    """Runs all four phases of an update with a random adapter; the replica serves it then. Returns the seconds."""
     state = random_adapter(model, spec)
+    start = time.monotonic()
     ref = await blobs.put(keys.blob(JOB, "adapter"), lora.adapter_to_bytes(state))
     place: dict[str, Any] = {"job_id": JOB, "version": version}
     init = rollout_pb2.InitWeightTransferRequest(job_id=JOB, model=model, lora=spec)
@@ -72,6 +74,7 @@ async def publish_adapter(
     await stub.UpdateWeights(rollout_pb2.UpdateWeightsRequest(**place, adapter=ref), timeout=LOAD_S)
     hashes = weights.tensor_hashes(state.items())
     await stub.FinishWeightUpdate(rollout_pb2.FinishWeightUpdateRequest(**place, hashes=hashes), timeout=LOAD_S)
+    return time.monotonic() - start
 
 
 def lora_spec(model: Path, rank: int, *, merged: bool = False) -> rollout_pb2.LoraSpec:

@@ -2,12 +2,16 @@
 
     python -m bench.rollout [--model DIRECTORY] [--engine diffusers|vllm-omni] [--compile] [--quantization fp8|fp8_base]
         [--guidance 4] [--images 192] [--batch 16] [--lora-rank 64] [--rows service,bare]
+    python -m bench.rollout --weights /dev/shm --lora-rank 16 --rows service --images 1 --batch 1 --warm-up 1 [--peer]
     python -m bench.rollout --tiny --images 4 --batch 2 --warm-up 1
 
 `service` is the replica's process behind gRPC, Redis and blobs, fed as the controller feeds it: two calls at a time of
 `--batch` samples each, whose steps are recorded. Its figure includes the text encoder, the VAE and storing. `bare` is
 diffusers' QwenImagePipeline, eager, with the same batch; it stores nothing. The model is Qwen-Image at full size with
 random weights. Without `--lora-rank` the adapter that makes the replica serve has rank 1 on one linear.
+
+`start_s` is the time from the process's start until it listens, `load_s` that of the first update, until it serves.
+`--weights` has it load files in that folder, and `--peer` take them from another replica, which needs their room again.
 
 Images per second are the median over calls after `--warm-up`: images of a call over the time since the previous call
 ended.
@@ -19,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -57,11 +62,14 @@ def main() -> int:
     options = parser().parse_args()
     if options.tiny:
         options.steps, options.size, options.dtype = min(options.steps, 3), 64, "float32"
-    with tempfile.TemporaryDirectory(prefix="bench-rollout-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bench-rollout-", dir=options.weights) as scratch:
+        options.scratch = Path(scratch) / "copies"
         if options.model is None:
             options.model = write_checkpoint(Path(scratch) / "model", tiny=options.tiny)
+            if options.weights is not None:
+                report.in_child(write_weights, options)
         rows = [measure(row, options) for row in options.rows.split(",")]
-    columns = ["row", "images_per_s", "forward_ms_per_image", "peak_gib", "load_s"]
+    columns = ["row", "images_per_s", "forward_ms_per_image", "peak_gib", "start_s", "load_s"]
     report.finish("rollout", options, rows, columns)
     return 0
 
@@ -117,24 +125,23 @@ def run_bare(options: argparse.Namespace, num_calls: int) -> dict[str, Any]:
 
 
 async def as_service(options: argparse.Namespace) -> dict[str, Any]:
+    adapter = lora_spec(options.model, options.lora_rank or 1)
+    if not options.lora_rank:
+        adapter.target_modules[:] = [ONE_LINEAR]
     flags = ["--engine", options.engine, "--device", options.device, "--max-batch", str(options.batch)]
-    with running(*flags) as replica:
-        client = connect(replica.redis_url)
-        channel = open_channel(replica.address)
-        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
-        blobs = open_blobs(client)
-        try:
-            adapter = lora_spec(options.model, options.lora_rank or 1)
-            if not options.lora_rank:
-                adapter.target_modules[:] = [ONE_LINEAR]
-            started_at = time.monotonic()
-            await publish_adapter(stub, blobs, model_spec(options), adapter)
-            loaded_s = time.monotonic() - started_at
-            calls = await feed(stub, replica, requests(options))
-        finally:
-            await channel.close()
-            await client.aclose()
-    return {**figures_of(options, calls), "load_s": round(loaded_s, 1)}
+    async with AsyncExitStack() as stack:
+        redis_url = ""
+        for name in ("peer", "measured") if options.peer else ("measured",):
+            before = time.monotonic()
+            own = ["--replica-id", name, "--model-copies", str(options.scratch)]
+            replica = stack.enter_context(running(*flags, *own, redis_url=redis_url))
+            redis_url, start_s = replica.redis_url, time.monotonic() - before
+            channel = await stack.enter_async_context(open_channel(replica.address))
+            client = await stack.enter_async_context(connect(redis_url))
+            stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+            load_s = await publish_adapter(stub, open_blobs(client), model_spec(options), adapter)
+        calls = await feed(stub, replica, requests(options))
+    return {**figures_of(options, calls), "start_s": round(start_s, 1), "load_s": round(load_s, 1)}
 
 
 async def feed(stub: Any, replica: Replica, waiting: list[rollout_pb2.GenerateRequest]) -> Calls:
@@ -208,15 +215,24 @@ def model_spec(options: argparse.Namespace) -> rollout_pb2.ModelSpec:
     return rollout_pb2.ModelSpec(
         path=str(options.model.resolve()),
         dtype=options.dtype,
-        load_format="dummy",
+        load_format="dummy" if options.weights is None else "",
         compile=options.compile,
         quantization="" if options.quantization == "none" else options.quantization,
     )
 
 
+def write_weights(options: argparse.Namespace) -> None:
+    """Random weights, into the folder of the configurations."""
+    device, dtype = devices.pick_device(), dtype_of(options.dtype)
+    adapter = family_of(options.model).load().load(options.model, dtype=dtype, device=device, load_format="dummy")
+    adapter.pipeline.save_pretrained(options.model)
+
+
 def parser() -> argparse.ArgumentParser:
     flags = report.parser("rollout", __doc__)
     flags.add_argument("--model", type=Path, help="a folder of recipes.full_size.make_model (made)")
+    flags.add_argument("--weights", type=Path, help="folder for files with random weights, such as /dev/shm")
+    flags.add_argument("--peer", action="store_true", help="take them from another replica")
     flags.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, 3 steps, float32")
     flags.add_argument("--rows", default="bare,service")
     flags.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="diffusers")
