@@ -316,10 +316,10 @@ def test_each_kind_has_the_tokens_that_it_sends_and_accepts() -> None:
         "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept",
         "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
     }
-    assert tokens("rollout") == {"FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
+    assert tokens("rollout") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-replica", "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
     assert tokens("reward") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-reward"}
     stored = {name: b64decode(value).decode() for name, value in rendered.get("Secret", "secrets")["data"].items()}
-    suffixes = {"controller": "", "sampler": "-rollout", "trainer": "-trainer"}
+    suffixes = {"controller": "", "rollout": "-replica", "sampler": "-rollout", "trainer": "-trainer"}
     held = {caller: stored[f"rpc-token{suffix}"] for caller, suffix in suffixes.items()}
     assert stored["rpc-token-accept"] == kinds.accept(held)  # type: ignore[arg-type]
 
@@ -337,7 +337,7 @@ def test_secrets_of_ones_own_have_one_entry_or_one_a_kind() -> None:
     token, redis = 'secrets.rpcToken.existingSecret="mine"', 'redis.auth.existingSecret="mine"'
     assert keys(token, redis) == ["rpc-token", "password"] * 2
     assert keys(token, redis, "secrets.rpcToken.perKind=true", "redis.auth.perKind=true") == [
-        *("rpc-token-accept", "password-rollout"),
+        *("rpc-token-replica", "rpc-token-accept", "password-rollout"),
         *("rpc-token-trainer", "rpc-token-reward", "rpc-token-accept", "password-trainer"),
     ]
     url = environment(Rendered("external-redis", "redis.external.perKind=true").pod("controller"))[

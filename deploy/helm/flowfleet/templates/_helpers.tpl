@@ -342,11 +342,9 @@ flowfleet.io/refused: "set {{ index . 1 }}.existingSecret: helm could ask no clu
 {{- $root := index . 0 }}{{ $component := index . 1 }}{{ $token := $root.Values.secrets.rpcToken -}}
 {{- $secret := include "flowfleet.rpcTokenSecret" $root }}
 {{- $perKind := include "flowfleet.perKind" $token }}
-{{- $own := and (not (empty $perKind)) (has $component (list "trainer" "reward")) | ternary (printf "%s-%s" $token.key $component) $token.key }}
-{{- if or (not $perKind) (ne $component "rollout") }}
+{{- $suffix := $perKind | empty | ternary "" (get (dict "trainer" "-trainer" "reward" "-reward" "rollout" "-replica") $component) }}
 - name: FLOWFLEET_RPC_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $own }}}}
-{{- end }}
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}{{ $suffix }}{{ if eq $suffix "-replica" }}, optional: true{{ end }}}}
 {{- if and $perKind (has $component (list "controller" "trainer")) }}
 - name: FLOWFLEET_REWARD_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-reward}}
@@ -481,6 +479,18 @@ spec:
   selector:
     matchLabels:
       {{- $selector | nindent 6 }}
+{{- end }}
+
+{{/* Replicas of a Deployment: (list root name settings). KEDA's stay as they are, and a new Deployment begins with the
+least, because Kubernetes would start one. Without a cluster to ask nothing is said, so that GitOps resets nothing. */}}
+{{- define "flowfleet.replicas" -}}
+{{- $root := index . 0 }}{{ $settings := index . 2 }}
+{{- if not $root.Values.keda.enabled -}}
+replicas: {{ int $settings.replicas }}
+{{- else if include "flowfleet.hasCluster" $root -}}
+{{- $live := lookup "apps/v1" "Deployment" $root.Release.Namespace (index . 1) -}}
+replicas: {{ dig "spec" "replicas" $settings.autoscaling.minReplicas ($live | default dict) | int }}
+{{- end }}
 {{- end }}
 
 {{/* A ScaledObject for a pool or reward: (list root name labels component own settings). */}}
