@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from flowfleet.hardware import staging
 from flowfleet.models.empty import empty_component
 from flowfleet.models.weight_files import PIPELINE as PIPELINE  # these five: plugins import them from here
 from flowfleet.models.weight_files import TRANSFORMERS as TRANSFORMERS
@@ -92,7 +93,7 @@ def load_pipeline(
             if load_format == "dummy":
                 fill_dummy(loaded, part, device)
             if load_format != "empty":
-                loaded.to(device)
+                staging.move(loaded, device)
             loaded.eval().requires_grad_(False)
     for part in parts["transformer"] if "transformer" in components else ():
         _cast_parameters(getattr(pipeline, part, None), dtype)

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from flowfleet.hardware import staging
 from flowfleet.models.empty import empty_model
 from flowfleet.models.loading import Component, LoadFormat, fill_dummy
 from flowfleet.models.sequences.attention import PackedAttention
@@ -114,7 +115,7 @@ class SequenceAdapter(ABC):
             model = cls.model_class.from_pretrained(
                 str(path), config=config, dtype=dtype, local_files_only=True, use_safetensors=True
             )
-            model.to(device)
+            staging.move(model, device)
         else:
             model = empty_model(lambda: cls.model_class._from_config(config, dtype=dtype), dtype)
         if load_format == "dummy":

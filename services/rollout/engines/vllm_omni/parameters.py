@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from flowfleet.hardware import staging
 from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.weight_files import weight_files
 from flowfleet.weights import weights
@@ -82,10 +83,9 @@ def fill_from_folder(
 
 
 def _fill_from_file(live: Mapping[str, Tensor], file: Path, component: str) -> set[str]:
-    filled = set()
-    device = str(next(iter(live.values())).device)
+    filled, pairs = set(), []
     try:
-        with safe_open(file, framework="pt", device=device) as stored:
+        with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 target = live.get(f"{component}.{name}")
                 value = stored.get_tensor(name)
@@ -93,8 +93,9 @@ def _fill_from_file(live: Mapping[str, Tensor], file: Path, component: str) -> s
                     raise ValueError(f"{file}: {name} is not a parameter of this transformer")
                 if target.shape != value.shape:
                     raise ValueError(f"{file}: {name} has shape {[*value.shape]}, expected {[*target.shape]}")
-                target.copy_(value)
+                pairs.append((target, value))
                 filled.add(f"{component}.{name}")
+            staging.copy_all(pairs)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     return filled
