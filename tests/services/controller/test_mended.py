@@ -71,7 +71,7 @@ async def test_data_that_no_submit_counted_count_when_they_are_read(
     threading.Thread(target=site.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{site.server_port}"
     train = f"{url}/prompts.txt" if where == "URL" else str(tmp_path / "prompts.txt")
-    allowed = {"data_urls": (url,), "data_networks": ("127.0.0.0/8",)}
+    allowed: dict[str, Any] = {"data_urls": (url,), "data_networks": ("127.0.0.0/8",)}
     with site:
         async with run(ocr=ScriptedReward(by_index)) as fleet:
             await fleet.restart(**allowed, limits=Limits(data_bytes=20))

@@ -230,6 +230,7 @@ def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
 def test_a_process_that_replaces_another_does_not_score_by_an_edited_file(folder: Path) -> None:
     scorer = made(folder)
     metrics = RewardMetrics("python", (0.0, 1.0), CollectorRegistry())
+    assert scorer.pinned is not None
     pool = ProcessPool(partial(make, "python", scorer.pinned, 1), 1, metrics, limits=scorer.process_limits)
     crashing, sound = (EncodedSample.of(sample(text, Image.new("RGB", (8, 4)), text)) for text in ("crash", "abc"))
     try:
