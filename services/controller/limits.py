@@ -52,12 +52,14 @@ class Limits(BaseModel):
             )
         return ""
 
-    def check_room(self, spec: JobSpec, others: Iterable[JobRecord], data_bytes: int = 0) -> None:
-        """Raises Full where the job and the others that have not ended would have too many samples open, too many
-        ranks, or too large data, together. Jobs of one pool run one after the other, so the largest of a pool counts.
-        """
-        data = {spec.rollout.pool: data_bytes}
-        samples, ranks = {spec.rollout.pool: open_samples(spec)}, {spec.rollout.pool: spec.trainer.world_size}
+    def check_room(
+        self, spec: JobSpec, others: Iterable[JobRecord], data_bytes: int = 0, *, side_by_side: bool = False
+    ) -> None:
+        """Raises Full where the job and the others would have too many samples open, too many ranks, or too large data,
+        together. `side_by_side`: the others run; else the largest of each pool counts, since a submitted job may wait
+        for those of its pool."""
+        own = "" if side_by_side else spec.rollout.pool
+        data, samples, ranks = {own: data_bytes}, {own: open_samples(spec)}, {own: spec.trainer.world_size}
         for record in others:
             if record.is_unreadable:
                 continue
@@ -66,9 +68,10 @@ class Limits(BaseModel):
                 world_size = int(record.spec["trainer"]["world_size"])
             except (KeyError, TypeError, ValueError):  # of another release, which no scheduler has looked at yet
                 continue
-            samples[record.pool] = max(samples.get(record.pool, 0), asked)
-            ranks[record.pool] = max(ranks.get(record.pool, 0), world_size)
-            data[record.pool] = max(data.get(record.pool, 0), record.data_bytes)
+            key = record.id if side_by_side else record.pool
+            samples[key] = max(samples.get(key, 0), asked)
+            ranks[key] = max(ranks.get(key, 0), world_size)
+            data[key] = max(data.get(key, 0), record.data_bytes)
         if (total := sum(samples.values())) > self.open_samples:
             raise Full(
                 f"the fleet's jobs would have {total} samples open at once, {open_samples(spec)} of them this job's, "
@@ -83,9 +86,9 @@ class Limits(BaseModel):
             )
         if (total := sum(ranks.values())) > self.ranks:
             raise Full(
-                f"the trainers of {len(ranks)} pools would have {total} ranks, {spec.trainer.world_size} of them this "
-                f"job's, and this controller admits {self.ranks}: wait for another job's end, name a pool that has a "
-                "job already, or have the operator raise --limit ranks"
+                f"the fleet's trainers would have {total} ranks, {spec.trainer.world_size} of them this job's, and "
+                f"this controller admits {self.ranks}: wait for another job's end, name a pool that has a job already, "
+                "or have the operator raise --limit ranks"
             )
 
 

@@ -113,7 +113,7 @@ class JobScheduler:
             ShadowMetrics(registry),
         )
         self._runner = JobRunner(shared, self._records, self._returned)
-        self._admission = Admission(self._launcher)
+        self._admission = Admission(self._launcher, settings.limits)
         self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, self._store.lists.add_seconds)
         self._task: asyncio.Task[None] | None = None
 

@@ -102,6 +102,6 @@ async def test_trainers_are_limited_too_for_each_pool_starts_one(redis_url: str)
     waiting = await store.jobs.unended()
     limits.check_room(job("invented"), waiting)
     limits.check_room(job("b", trainer={"world_size": 2}), waiting)
-    with pytest.raises(Full, match="the trainers of 3 pools would have 5 ranks, 2 of them this job's, and this"):
+    with pytest.raises(Full, match="the fleet's trainers would have 5 ranks, 2 of them this job's, and this"):
         limits.check_room(job("invented", trainer={"world_size": 2}), waiting)
     await redis.aclose()

@@ -9,6 +9,7 @@ from typing import Any
 from flowfleet.api.jobs import SweepPart
 from flowfleet.job.spec import parse_job
 from services.controller.jobs.admission import BACKFILL_S, Admission
+from services.controller.limits import Limits, open_samples
 from services.controller.platforms.local.launcher import LocalLauncher
 from services.controller.store.records import JobRecord
 
@@ -39,16 +40,16 @@ class Seconds:
 async def test_places_go_by_priority_and_age(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path, places=2)
     jobs = [job("low", age_s=100, priority="low"), job("old", age_s=50), job("new", age_s=2, priority="high")]
-    why = await admitted(Admission(launcher), jobs)
+    why = await admitted(Admission(launcher, Limits()), jobs)
     assert set(launcher.admitted) == {"old", "low"}  # 4 × 50, 1 × 100, 16 × 2
     assert why == {"new": "1 of the 2 places of trainers on this machine"}
     await launcher.leave("old")
-    assert await admitted(Admission(launcher), [jobs[2]]) == {}
+    assert await admitted(Admission(launcher, Limits()), [jobs[2]]) == {}
 
 
 async def test_small_jobs_go_ahead_of_a_large_one_for_a_while(tmp_path: Path) -> None:
     launcher, seconds = LocalLauncher(tmp_path, places=4), Seconds()
-    admission = Admission(launcher, seconds)
+    admission = Admission(launcher, Limits(), seconds)
     await launcher.admit("first", job("first", 2).job_spec())
     large = job("large", 4, age_s=900)
     assert set(await admitted(admission, [large, job("small", 1, age_s=10)])) == {"large"}
@@ -64,7 +65,7 @@ async def test_small_jobs_go_ahead_of_a_large_one_for_a_while(tmp_path: Path) ->
 
 async def test_the_wait_of_a_large_job_that_got_its_places_is_forgotten(tmp_path: Path) -> None:
     launcher, seconds = LocalLauncher(tmp_path, places=2), Seconds()
-    admission = Admission(launcher, seconds)
+    admission = Admission(launcher, Limits(), seconds)
     await launcher.admit("first", job("first").job_spec())
     assert "large" in await admitted(admission, [job("large", 2, age_s=9)])
     await launcher.leave("first")
@@ -83,5 +84,15 @@ async def test_a_sweep_has_as_many_places_as_it_asks_for(tmp_path: Path) -> None
     launcher = LocalLauncher(tmp_path, places=4)
     part = SweepPart(name="s", at_once=1)
     swept = [job(name, age_s=age_s).model_copy(update={"sweep": part}) for name, age_s in (("a", 9.0), ("b", 8.0))]
-    assert await admitted(Admission(launcher), [*swept, job("c")]) == {"b": "others of its sweep"}
+    assert await admitted(Admission(launcher, Limits()), [*swept, job("c")]) == {"b": "others of its sweep"}
     assert set(launcher.admitted) == {"a", "c"}
+
+
+async def test_jobs_side_by_side_stay_within_the_limits(tmp_path: Path) -> None:
+    launcher = LocalLauncher(tmp_path, places=4)
+    limits = Limits(open_samples=open_samples(job("a").job_spec()) + 1)
+    why = await admitted(Admission(launcher, limits), [job("a", age_s=9.0), job("b")])
+    assert set(launcher.admitted) == {"a"}
+    assert why["b"].startswith("running jobs: the fleet's jobs would have ")
+    await launcher.leave("a")
+    assert await admitted(Admission(launcher, limits), [job("b")]) == {}

@@ -18,6 +18,9 @@ from tests.services.controller import scripted
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedRollout, ScriptedTrainer
 from tests.waiting import until
 
+TRAIN_S = 0.3
+"""Training overlaps with the turns of others."""
+
 
 class TrainerOfEachJob(trainer_pb2_grpc.TrainerServiceServicer):
     """Gives each call to the trainer of its job."""
@@ -36,6 +39,8 @@ class TrainerOfEachJob(trainer_pb2_grpc.TrainerServiceServicer):
             job_id = getattr(request, "job_id", "")
             if name == "PublishWeights":
                 self.published.append(job_id)
+            if name == "TrainStep":
+                await asyncio.sleep(TRAIN_S)
             return await getattr(self.of.setdefault(job_id, ScriptedTrainer(self.rollout)), name)(request, context)
 
         return call
@@ -84,7 +89,7 @@ async def test_a_paused_job_is_saved_and_makes_room_for_the_next(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet_of(redis_url, tmp_path, monkeypatch, places=1) as (fleet, trainers):
-        first = await fleet.submit(job_of(tmp_path, 40, pause={"release_s": 0.2}))
+        first = await fleet.submit(job_of(tmp_path, 20, pause={"release_s": 0.2}))
         await fleet.reached(first.id, lambda record: record.progress.step >= 1)
         second = await fleet.submit(job_of(tmp_path, 2))
         await fleet.store.jobs.request(first.id, "pause")
@@ -92,7 +97,7 @@ async def test_a_paused_job_is_saved_and_makes_room_for_the_next(
         held = await fleet.store.jobs.get(first.id)
         done = len(trainers.of[first.id].steps)
         assert (held.status, len(trainers.of[first.id].saves)) == (JobStatus.PAUSED, 1)
-        assert 1 <= done < 40
+        assert 1 <= done < 20
 
         third = await fleet.submit(job_of(tmp_path, 1000))
         await fleet.reached(third.id, lambda record: record.status is JobStatus.RUNNING)
@@ -100,7 +105,7 @@ async def test_a_paused_job_is_saved_and_makes_room_for_the_next(
         await until(lambda: _says(fleet, first.id, "it waits for one of 1 places"), 60)
         await fleet.store.jobs.request(third.id, "cancel")
         await fleet.succeeded(first.id)
-        assert [request.step for request in trainers.of[first.id].steps] == list(range(40))
+        assert [request.step for request in trainers.of[first.id].steps] == list(range(20))
 
 
 async def _says(fleet: ScriptedFleet, job_id: str, words: str) -> bool:
