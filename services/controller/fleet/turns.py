@@ -34,6 +34,9 @@ class Turns:
     def has(self, pool: str, job_id: str) -> bool:
         return self._queues[pool][:1] == [job_id]
 
+    def is_taken(self, pool: str) -> bool:
+        return bool(self._queues[pool])
+
     def is_wanted(self, pool: str) -> bool:
         """True if others wait for the turn."""
         return len(self._queues[pool]) > 1

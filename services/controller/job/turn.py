@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from services.controller.fleet.turns import Turns
-from services.controller.job.machine.command import Command, Generate, Publish, Validate
+from services.controller.job.machine.command import Command, Generate, Publish, TrainStep, Validate
 from services.controller.job.machine.state_machine import Machine
 
 
@@ -40,7 +40,8 @@ class Turn:
         if not others:
             self._step = None
         held_back = self._beyond(uses, busy) if others else set[Command]()
-        if not busy and (not uses - held_back or not self._can_publish(others)):
+        trains = any(isinstance(command, TrainStep) for command in running)
+        if not busy and (not uses - held_back or not self._can_publish(others, trains)):
             self.leave()
             return commands - uses
         if not self._turns.take(self._pool, self._job_id, self._tell):
@@ -61,10 +62,13 @@ class Turn:
         is_sampled = all(step > self._step for step in steps)
         return uses if is_sampled else {c for c in uses if isinstance(c, Generate) and c.step > self._step}
 
-    def _can_publish(self, others: bool) -> bool:
-        """Without its trainer the job cannot bring its weights to replicas: it keeps those that it has, as long as
-        no other job waits for them."""
-        return self._machine.state.trainer_version is not None or (self.is_ours and not others)
+    def _can_publish(self, others: bool, trains: bool) -> bool:
+        """A job without its trainer cannot bring its weights to replicas: it keeps those that it has, as long as no
+        other job waits for them. One whose trainer trains asks for a turn that others want when that has ended."""
+        has_trainer = self._machine.state.trainer_version is not None
+        if self.is_ours:
+            return has_trainer or not others
+        return has_trainer and not (trains and self._turns.is_taken(self._pool))
 
 
 def _uses_replicas(command: Command) -> bool:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from flowfleet.job.spec import parse_job
 from services.controller.fleet.turns import Turns
 from services.controller.job.machine import events as ev
-from services.controller.job.machine.command import Command, EnsureTrainer, Generate, Publish, TrainStep, Validate
+from services.controller.job.machine.command import (
+    Command,
+    EnsureTrainer,
+    Generate,
+    Publish,
+    Score,
+    TrainStep,
+    Validate,
+)
 from services.controller.job.machine.state_machine import Machine
 from services.controller.job.turn import Turn
 
@@ -84,6 +92,23 @@ def test_training_overlaps_with_the_turns_of_others() -> None:
     jobs.start("b")
     assert jobs.start("a") == {TrainStep(0)}
     assert jobs.start("b") == {Publish(0)}
+
+
+def test_a_job_that_trains_asks_for_the_turn_of_others_when_that_has_ended() -> None:
+    jobs = Jobs("a", "b")
+    jobs.start("a")
+    jobs.apply("a", ev.Published(version=0))
+    jobs.start("b")
+    jobs.start("a")
+    jobs.apply("a", *sampled(0, 0))
+    trains: set[Command] = {TrainStep(0)}
+    for _ in range(2):
+        assert jobs.start("a", trains) == {Score(0, 0)}
+    jobs.start("b")
+    jobs.apply("b", ev.Published(version=0))
+    assert jobs.start("b") == {Generate(0, (0,)), Generate(1, (0,))}  # a does not wait yet
+    jobs.start("a")
+    assert jobs.start("b") == {Generate(0, (0,))}
 
 
 def test_a_job_without_trainer_keeps_its_turn_only_while_nobody_else_waits() -> None:

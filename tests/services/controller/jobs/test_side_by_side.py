@@ -80,7 +80,7 @@ async def test_jobs_of_a_pool_take_turns_by_whole_steps(
             assert (await fleet.succeeded(job.id)).results["samples_trained"] == 6 * 8
         for job in jobs:
             assert [request.step for request in trainers.of[job.id].steps] == list(range(6))
-            assert not trainers.of[job.id].refused
+            assert max_staleness or not trainers.of[job.id].refused  # else it may train meanwhile
         turns = [job_id for job_id, _ in groupby(trainers.published)]
         assert len(turns) >= 4, "one ran after the other"
 

@@ -313,7 +313,7 @@ def _gone(pid: int) -> bool:
     while time.monotonic() < deadline:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # it may end between open and read
             return True
         if stat.rpartition(")")[2].split()[0] == "Z":
             return True
