@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from flowfleet import peers as peers_module
 from flowfleet.job.fingerprints import fingerprint
@@ -45,8 +46,8 @@ async def make(tmp_path: Path, redis_url: str) -> AsyncIterator[Make]:
     """Makes a process of the fleet; one without `copies` takes none."""
     made: list[tuple[Peers, Any, Any]] = []
 
-    async def one(*, takes: bool = True, url: str = redis_url) -> Peers:
-        client, server = connect(url), rpc.make_server()
+    async def one(*, takes: bool = True) -> Peers:
+        client, server = connect(redis_url), rpc.make_server()
         peers = Peers(client, tmp_path / "copies" / str(len(made)) if takes else None)
         serving.add(server, peers)
         peers.address = f"127.0.0.1:{rpc.listen(server, '127.0.0.1', 0)}"
@@ -200,10 +201,21 @@ async def test_files_that_do_not_arrive_whole_are_not_used(
     assert reason in caplog.text
 
 
+class Away:
+    """A Redis that cannot be reached, once the client has given up."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any) -> None:
+            raise RedisConnectionError(name)
+
+        return call
+
+
 async def test_without_room_or_redis_a_model_is_read_where_it_is(
     folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, alone = await make(), await make(), await make(url="redis://127.0.0.1:1/0")
+    first, second, alone = await make(), await make(), await make()
+    alone._redis = Away()
     assert await first.model(str(folder)) == await alone.model(str(folder)) == folder
     monkeypatch.setattr(peers_module, "_FREE_SHARE", 1.0)
     assert await second.model(str(folder)) == folder
