@@ -74,11 +74,13 @@ class Release:
             selector = f"app.kubernetes.io/component={component}"
             self.log(f"{component}:\n" + self.cluster.kubectl("logs", "-l", selector, "--tail=40", "--prefix"))
 
-    def pods(self, component: str) -> list[dict[str, Any]]:
-        """Pods that are not being deleted."""
+    def pods(self, component: str, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Pods that are not being deleted. `ended`: of trainers that have done their work, which stay for a while; else
+        all others."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         pods: list[dict[str, Any]] = self.cluster.get("pods", "--selector", selector)
-        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in stay if (pod["status"]["phase"] == "Succeeded") == ended]
 
     def names(self, *components: str) -> set[str]:
         return {pod["metadata"]["name"] for component in components for pod in self.pods(component)}

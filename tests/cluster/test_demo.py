@@ -103,8 +103,8 @@ class Demo(Release):
             f"{results['samples_dropped']}, {results['duplicates']} duplicates"
         )
         assert results["held_out_reward"] - (curve[0] or 0.0) > LEARNT
-        ends = {pod["status"]["phase"] for pod in self.pods("trainer")}
-        assert ends == {"Succeeded"}, ends
+        assert len(self.pods("trainer", ended=True)) >= 2
+        assert not self.pods("trainer")
 
     def uninstall(self) -> None:
         self.cluster.helm("uninstall", RELEASE, "--wait", "--timeout", "3m")
