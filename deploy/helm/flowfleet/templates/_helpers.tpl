@@ -481,18 +481,6 @@ spec:
       {{- $selector | nindent 6 }}
 {{- end }}
 
-{{/* Replicas of a Deployment: (list root name settings). KEDA's stay as they are, and a new Deployment begins with the
-least, because Kubernetes would start one. Without a cluster to ask nothing is said, so that GitOps resets nothing. */}}
-{{- define "flowfleet.replicas" -}}
-{{- $root := index . 0 }}{{ $settings := index . 2 }}
-{{- if not $root.Values.keda.enabled -}}
-replicas: {{ int $settings.replicas }}
-{{- else if include "flowfleet.hasCluster" $root -}}
-{{- $live := lookup "apps/v1" "Deployment" $root.Release.Namespace (index . 1) -}}
-replicas: {{ dig "spec" "replicas" $settings.autoscaling.minReplicas ($live | default dict) | int }}
-{{- end }}
-{{- end }}
-
 {{/* A ScaledObject for a pool or reward: (list root name labels component own settings). */}}
 {{- define "flowfleet.scaledObject" -}}
 {{- $root := index . 0 }}{{ $name := index . 1 }}{{ $labels := index . 2 }}{{ $component := index . 3 }}{{ $settings := index . 4 }}
