@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -104,16 +104,16 @@ class JobMetrics:
                 labels = {"job": job_id, **_labels(name)}
                 self._gauge(metric_name(name), name, labels).labels(**labels).set(value)
 
-    def forget(self, job_id: str) -> None:
-        """Removes the job's series, when it has ended, and what no other job has."""
+    def keep_only(self, job_ids: Collection[str]) -> None:
+        """Removes the series of all other jobs."""
         with self._lock:
-            for key, series in self._series.items():
-                for labels in [item for item in series if item[0] == job_id]:
+            for key, series in list(self._series.items()):
+                for labels in [item for item in series if item[0] not in job_ids]:
                     self._gauges[key].remove(*labels)
                     series.remove(labels)
-            for key in [key for key, series in self._series.items() if not series]:
-                self._registry.unregister(self._gauges.pop(key))
-                del self._series[key]
+                if not series:
+                    self._registry.unregister(self._gauges.pop(key))
+                    del self._series[key]
 
     def _gauge(self, key: str, name: str, labels: Mapping[str, str]) -> Gauge:
         if key not in self._gauges:

@@ -75,7 +75,7 @@ class JobScheduler:
         self._launcher = FencedLauncher(launcher, self._lease)
         self._demand = DemandHash(redis)
         self._fleet = FleetWatch(redis)
-        self._metrics = JobMetrics(registry)
+        metrics = JobMetrics(registry)
         self._reward_calls = RewardCalls(registry)
         self._memory = Memory(redis, settings.keep)
         self._keeper = Keeper(
@@ -92,8 +92,6 @@ class JobScheduler:
         self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())
         self._returned = Returned()
         self._wake = asyncio.Event()
-        self._jobs: dict[str, str] = {}
-        """Jobs whose metrics are shown → rollout pool: those that run, and the last of each pool."""
         self._records: dict[str, JobRecord] = {}
         """Records of the jobs that have not ended, as of the last check; the submitted job never changes."""
         shared = Shared(
@@ -108,13 +106,14 @@ class JobScheduler:
             self._sources,
             self._memory,
             self._quarantine,
-            self._metrics,
+            metrics,
             self._reward_calls,
             ShadowMetrics(registry),
         )
         self._runner = JobRunner(shared, self._records, self._returned)
         self._admission = Admission(self._launcher, settings.limits)
-        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, self._store.lists.add_seconds)
+        add_seconds = self._store.lists.add_seconds
+        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, add_seconds, metrics)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -173,9 +172,6 @@ class JobScheduler:
         except LeaseLost:
             log.warning("lost leadership; stopping job drivers")
         finally:
-            for job_id in self._jobs:
-                self._metrics.forget(job_id)
-            self._jobs.clear()
             self._records.clear()
             await self._monitor.stop()
 
@@ -208,7 +204,6 @@ class JobScheduler:
                 await self._tell_why(waiting, await self._admission.admit(waiting.values(), ready, time.time()))
                 for record in ready:
                     if record.id not in tasks and self._may_run(record):
-                        self._take_up(record, tasks)
                         tasks[record.id] = children.create_task(self._runner.run(record.id), name=f"job {record.id}")
                         tasks[record.id].add_done_callback(lambda _: self._wake.set())
                 await self._tell_demand(record for record in ready if record.id in self._launcher.admitted)
@@ -266,13 +261,6 @@ class JobScheduler:
         for replica in self._fleet.fleet.all():
             in_flight[replica.pool] += replica.outstanding
         await self._demand.write(self._lease, demand(filter(None, works), in_flight))
-
-    def _take_up(self, record: JobRecord, running: Collection[str]) -> None:
-        """Metrics of an ended job stay until the next one of its pool begins: Prometheus reads the last."""
-        for job_id in [known for known, pool in self._jobs.items() if pool == record.pool and known not in running]:
-            self._metrics.forget(job_id)
-            del self._jobs[job_id]
-        self._jobs[record.id] = record.pool
 
     async def _ready(self, active: list[str], running: Collection[str]) -> list[JobRecord]:
         """Jobs that run or may, oldest first. Ends the queued jobs that were cancelled."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
 from flowfleet.process.clock import steady_time
+from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis import keys
 from services.controller.concurrency import end
 from services.controller.fleet.replicas import Replica
@@ -27,8 +28,8 @@ GROUP = "controller"
 
 
 class Monitor:
-    """Metrics of a scheduler. `machines` gives its running jobs by id, `replicas` the fleet; `add_seconds`
-    keeps a job's seconds of accelerators, by component."""
+    """Metrics of a scheduler. `machines` gives its running jobs by id, `replicas` the fleet; `add_seconds` keeps the
+    seconds of accelerators of a job, by component. From `metrics` it removes jobs that ended a while ago."""
 
     def __init__(
         self,
@@ -37,10 +38,11 @@ class Monitor:
         machines: Callable[[], Mapping[str, Machine]],
         replicas: Callable[[], Sequence[Replica]],
         add_seconds: Callable[[str, Mapping[str, float]], Awaitable[None]],
+        metrics: JobMetrics,
     ) -> None:
         self._redis = redis
         self._machines, self._replicas, self._add_seconds = machines, replicas, add_seconds
-        self._totals = Totals()
+        self._metrics, self._totals = metrics, Totals()
         self._board = SnapshotCollector()
         registry.register(self._board)
         self._tasks: list[asyncio.Task[None]] = []
@@ -54,6 +56,7 @@ class Monitor:
             await end(self._tasks)
         finally:
             self._board.clear()
+            self._metrics.keep_only(())
 
     async def _watch(self) -> None:
         last = time.monotonic()
@@ -61,6 +64,7 @@ class Monitor:
             now = time.monotonic()
             self._totals.look(self._machines(), self._replicas(), steady_time(), now - last)
             self._board.show("fleet", self._totals.samples())
+            self._metrics.keep_only(self._totals.jobs)
             last = now
             await asyncio.sleep(PERIOD_S)
 

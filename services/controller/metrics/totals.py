@@ -1,9 +1,9 @@
 """Totals of fleet and jobs over time: pure, fed with a look at both every few seconds.
 
-Each rollout pool keeps the jobs that it runs, and until the next one begins those that have ended. So Prometheus still
-reads the end of a job. Counters of samples are the job's own, durable ones; counters of seconds start at 0 with
-the controller that counts them. A pool without a job is forgotten an hour after its last replica left, because rollouts
-choose its name.
+Any number of jobs run in a pool. An ended one stays for two minutes, so that Prometheus reads its end however soon the
+next begins, and for as long as no job runs in its pool. Counters of samples are the job's own, durable ones; counters
+of seconds start at 0 with the controller that counts them. A pool without a job is forgotten an hour after its last
+replica left, because rollouts choose its name.
 """
 
 from collections import Counter, defaultdict
@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 
 from flowfleet.api.fleet import Health
 from services.controller.fleet.replicas import Replica, num_devices
+from services.controller.job.machine.state import Status
 from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import Sample
 
 MAX_LAG = 3
 """Versions behind from which on replicas are counted together."""
+LAST_S = 120.0
+"""Seconds for which an ended job stays."""
 FORGET_S = 3600.0
 """Seconds after which a pool without replicas and jobs is forgotten."""
 
@@ -30,6 +33,8 @@ class JobTotals:
     active: bool = True
     seen: tuple[float, ...] = ()
     progress_at: float = 0.0
+    ran_at: float = 0.0
+    """When it was last seen running."""
     accelerator_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counted: dict[str, float] = field(default_factory=dict)
     """Seconds that `new_seconds` has returned so far."""
@@ -40,9 +45,14 @@ class JobTotals:
     def pool(self) -> str:
         return self.machine.spec.rollout.pool
 
+    @property
+    def takes_turns(self) -> bool:
+        """False for a paused job: the replicas that still serve it are for others."""
+        return self.active and self.machine.state.status is not Status.PAUSED
+
     def look(self, machine: Machine, replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
         """`replicas`: of its pools."""
-        self.machine, self.active = machine, not machine.finished
+        self.machine, self.active, self.ran_at = machine, not machine.finished, at
         if (seen := _progress(machine)) != self.seen:
             self.seen, self.progress_at = seen, at
         if machine.state.trainer_version is not None:
@@ -78,6 +88,11 @@ class Totals:
         self._at = 0.0
 
     @property
+    def jobs(self) -> set[str]:
+        """Jobs that run, or have ended a while ago."""
+        return set(self._jobs)
+
+    @property
     def active(self) -> list[str]:
         """Jobs that run."""
         return sorted(job.job_id for job in self._jobs.values() if job.active)
@@ -92,13 +107,10 @@ class Totals:
         for job in self._jobs.values():
             job.active = job.active and job.job_id in machines
         for job_id, machine in machines.items():
-            pool = machine.spec.rollout.pool
-            if job_id not in self._jobs:
-                ended = [one for one in self._jobs.values() if one.pool == pool and not one.active]
-                for each in ended:
-                    del self._jobs[each.job_id]
-                self._jobs[job_id] = JobTotals(job_id, machine)
-            self._jobs[job_id].look(machine, self._of(machine), at, elapsed_s)
+            self._jobs.setdefault(job_id, JobTotals(job_id, machine)).look(machine, self._of(machine), at, elapsed_s)
+        used = {machine.spec.rollout.pool for machine in machines.values()}
+        for job in [job for job in self._jobs.values() if job.pool in used and at - job.ran_at >= LAST_S]:
+            del self._jobs[job.job_id]
         self._forget_pools(elapsed_s)
 
     def release_before(self, job_id: str, step: int) -> None:
@@ -146,7 +158,7 @@ class Totals:
 
     def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
         published, evaluated = job.machine.state.published, job.machine.state.evaluated
-        others = {one.job_id for one in self._jobs.values() if one.active} - {job.job_id}
+        others = {one.job_id for one in self._jobs.values() if one.takes_turns} - {job.job_id}
         live = [r for r in self._of(job.machine) if r.live and r.job_id not in others]  # it is their turn
         lags = Counter(_lag(replica, job.job_id, published) for replica in live)
         for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):

@@ -97,8 +97,7 @@ def test_job_metrics_are_scraped_by_job() -> None:
     found = scrape(port)
     assert math.isnan(found.pop(("flowfleet_actor_loss", "j2")))
     assert found == {("flowfleet_actor_loss", "j1"): -1.5, ("flowfleet_timing_s_gen", "j1"): 2.5}
-    metrics.forget("j2")
-    metrics.forget("never seen")
+    metrics.keep_only({"j1"})
     assert scrape(port) == found
 
 
@@ -117,13 +116,13 @@ def test_what_is_of_one_reward_has_it_as_a_label_and_families_go_with_the_last_j
     assert value("critic_reward_score_mean", job="j1", reward="a-b") == 3.0
     assert value("critic_reward_score_mean", job="j2", reward="a_b") == 4.0
     assert value("val_core_reward_score_missing", job="j2", reward="ocr") == 5.0
-    metrics.forget("j1")
+    metrics.keep_only({"j2"})
     assert {(sample.name, sample.labels["reward"]) for family in registry.collect() for sample in family.samples} == {
         ("flowfleet_critic_reward_score_mean", "a_b"),
         ("flowfleet_val_core_reward_score_missing", "ocr"),
     }
     assert len([*registry.collect()]) == 2
-    metrics.forget("j2")
+    metrics.keep_only({"j1"})
     assert not [*registry.collect()]
     metrics.observe("j3", {"critic/rewards/a_b/mean": 6.0})
     assert value("critic_reward_score_mean", job="j3", reward="a_b") == 6.0

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from flowfleet.api.fleet import Health
 from flowfleet.data.streams import TrajectoryConsumer, TrajectoryStream
+from flowfleet.process.telemetry import JobMetrics
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
@@ -74,11 +75,15 @@ async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redi
     redis, registry = connect(redis_url), CollectorRegistry()
     machines: dict[str, Machine] = {"a": running()}
     replica = Replica("r0", "h:1", health=Health.SERVING, job_id="a", version=0)
-    watch = Monitor(registry, redis, lambda: machines, lambda: [replica], Store(redis).lists.add_seconds)
+    metrics = JobMetrics(registry)
+    watch = Monitor(registry, redis, lambda: machines, lambda: [replica], Store(redis).lists.add_seconds, metrics)
+    for job_id in ("a", "forgotten"):
+        metrics.observe(job_id, {"actor/loss": 0.5})
     await watch.start()
     await until(lambda: value(registry, "flowfleet_redis_up") == 1)
     assert value(registry, "flowfleet_fleet_replicas", pool="default", health="serving") == 1
     assert value(registry, "flowfleet_job_status", job="a", status="running") == 1
+    assert [value(registry, "flowfleet_actor_loss", job=job_id) for job_id in ("a", "forgotten")] == [0.5, None]
     await watch.stop()
     assert not list(registry.collect())
     await redis.aclose()
@@ -90,7 +95,7 @@ async def test_it_says_when_redis_does_not_answer(redis_url: str) -> None:
             raise RedisError("away")
 
     registry = CollectorRegistry()
-    watch = Monitor(registry, Away(), dict, list, no_seconds)
+    watch = Monitor(registry, Away(), dict, list, no_seconds, JobMetrics(registry))
     await watch.start()
     await until(lambda: value(registry, "flowfleet_redis_up") == 0)
     await watch.stop()

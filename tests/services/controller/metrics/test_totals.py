@@ -10,7 +10,7 @@ from services.controller.fleet.replicas import Replica
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.state_machine import Machine
 from services.controller.metrics.families import DESCRIPTIONS, families
-from services.controller.metrics.totals import FORGET_S, Totals
+from services.controller.metrics.totals import FORGET_S, LAST_S, Totals
 
 SERVING = Replica("r0", "h:1", health=Health.SERVING, job_id="a", version=0)
 
@@ -164,21 +164,49 @@ def test_held_steps_go_with_the_checkpoint_that_covers_them() -> None:
     assert shown(totals)["flowfleet_job_oldest_held_step_age_seconds", "a"] == 16.0 - 14.0
 
 
-def test_an_ended_job_keeps_its_counters_until_the_next_of_its_pool_begins() -> None:
+def test_an_ended_job_keeps_its_counters_for_a_while_and_while_no_other_runs_in_its_pool() -> None:
     totals, first, second, elsewhere = Totals(), running(), running(), running("wide")
     first.state.samples_trained, first.state.samples_dropped = 12, {"stale": 2}
     totals.look({"a": first, "c": elsewhere}, [], at=0.0, elapsed_s=1.0)
     assert shown(totals)["flowfleet_job_status", "a", "running"] == 1
     assert totals.active == ["a", "c"]
-    totals.look({"c": elsewhere}, [], at=1.0, elapsed_s=1.0)
+    totals.look({"c": elsewhere}, [], at=LAST_S + 1.0, elapsed_s=1.0)
     found = shown(totals)
     assert found["flowfleet_job_samples_trained_total", "a"] == 12
     assert found["flowfleet_job_samples_dropped_total", "a", "stale"] == 2
     assert ("flowfleet_job_status", "a", "running") not in found
     assert ("flowfleet_job_last_progress_timestamp_seconds", "a") not in found
-    totals.look({"b": second, "c": elsewhere}, [], at=2.0, elapsed_s=1.0)
+    totals.look({"b": second, "c": elsewhere}, [], at=LAST_S + 2.0, elapsed_s=1.0)
     assert not [key for key in shown(totals) if "a" in key[1:]]
     assert totals.active == ["b", "c"]
+    totals.look({"c": elsewhere, "d": running()}, [], at=LAST_S + 3.0, elapsed_s=1.0)
+    assert shown(totals)["flowfleet_job_samples_trained_total", "b"] == 0  # Prometheus has yet to read its end
+
+
+def test_jobs_of_a_pool_are_counted_side_by_side() -> None:
+    """b has the turn at r1, and a's weights are still on r0; nothing is counted twice, and neither job is behind."""
+    totals, jobs = Totals(), {"a": running(), "b": running()}
+    fleet = [
+        replace(SERVING, outstanding=1),
+        replace(SERVING, replica_id="r1", job_id="b", outstanding=3),
+        replace(SERVING, replica_id="r2", job_id="", version=None, health=Health.IDLE),
+    ]
+    for machine in jobs.values():
+        machine.state.trainer_version = 0
+    totals.look(jobs, fleet, at=0.0, elapsed_s=2.0)
+    found = shown(totals)
+    assert totals.active == ["a", "b"]
+    assert found["flowfleet_fleet_replicas", "default", "serving"] == 2
+    assert found["flowfleet_fleet_outstanding_samples", "default"] == 4
+    assert [found["flowfleet_job_waiting_samples", job, "default"] for job in jobs] == [3, 1]
+    for component, seconds in (("rollout", 2.0), ("trainer", 2 * 2.0)):
+        assert [found["flowfleet_job_accelerator_seconds_total", job, component] for job in jobs] == [seconds] * 2
+    lags = "flowfleet_fleet_replicas_at_version"
+    assert [found[lags, "default", job, "0"] for job in jobs] == [1, 1]
+    assert [found[lags, "default", job, "none"] for job in jobs] == [1, 1]  # r2, of which boards take the maximum
+    jobs["a"].apply(ev.PauseRequested(at=12.0))
+    totals.look(jobs, fleet[:1], at=1.0, elapsed_s=1.0)
+    assert shown(totals)["flowfleet_fleet_replicas_behind", "default", "b"] == 1  # a holds no replica any more
 
 
 def test_limits_of_the_job_are_shown_for_the_rules() -> None:

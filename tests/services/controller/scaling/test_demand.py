@@ -177,15 +177,17 @@ works = st.builds(
 )
 
 
-@given(st.lists(works, max_size=4, unique_by=lambda work: work.pool), st.integers(0, 100))
+@given(st.lists(works, max_size=4, unique_by=lambda work: work.job_id), st.integers(0, 100))
 def test_never_none_with_work_and_never_more_than_can_be_used(jobs: list[Work], out: int) -> None:
     found = demand(jobs, {"default": out, "wide": out})
     assert {name for component, name in found if component == "rollout"} == {work.pool for work in jobs}
     assert all(one.replicas >= 1 and one.waiting >= 0 and one.in_flight >= 0 for one in found.values())
     for work in jobs:
         pool = found["rollout", work.pool]
-        assert pool.replicas <= max(1, work.requests, 1)
-        assert pool.waiting + pool.in_flight == work.samples
+        users_of = [other for other in jobs if other.pool == work.pool]
+        assert pool.jobs == tuple(sorted(other.job_id for other in users_of))
+        assert pool.replicas <= max(1, *(other.requests for other in users_of))
+        assert pool.waiting + pool.in_flight == sum(other.samples for other in users_of)
         for name in work.rewards:
             users = sum(name in other.rewards for other in jobs)
             assert found["reward", name].replicas <= max(1, math.ceil(users * MAX_SCORING / REWARD_SAMPLES))
