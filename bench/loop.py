@@ -29,6 +29,7 @@ from flowfleet.client.client import Client
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.local.plan import StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack, StateDir
 from recipes.full_size.make_model import PROMPTS, write_checkpoint
@@ -132,9 +133,7 @@ def run_as_services(options: argparse.Namespace, spec: JobSpec, state_dir: Path)
         state_dir=state_dir,
         port=0,
         data_roots=data_folders(spec),
-        replicas=options.rollouts,
-        engine=options.engine,
-        max_batch=options.batch_size,
+        pools=(Pool(replicas=options.rollouts, engine=options.engine, max_batch=options.batch_size),),
         rewards=(options.reward,),
     )
     with local_stack(stack_options) as stack, Client(stack.url) as client:

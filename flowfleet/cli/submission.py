@@ -14,6 +14,7 @@ from flowfleet.cli.views import as_yaml
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
+from flowfleet.local.pools import Pool
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 from flowfleet.process.commands import TRAINER, forkserver_command, trainer_flags
@@ -41,7 +42,8 @@ class Explained:
 def explain(spec: JobSpec) -> Explained:
     """Resolves the job, and each process that a local stack would start for it."""
     rewards = tuple(name if name in without_settings() else f"{name}=HOST:0" for name in spec.reward_services)
-    options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
+    pool = Pool(name=spec.rollout.pool, model=spec.model.path, dtype=spec.model.dtype)
+    options = StackOptions(port=0, rewards=rewards, pools=(pool,))
     placement = place_stack(options)
     redis = ["redis-server", "<state-dir>/redis/redis.conf"]
     plan = make_plan(options, [0] * ports_needed(options), redis, StackSecrets(), placement)

@@ -5,34 +5,41 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfleet import hub
 from flowfleet.cli import views
 from flowfleet.cli.options import Json, out, tell
-from flowfleet.job.files import shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack
 from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
 
 if TYPE_CHECKING:
     from flowfleet.local.plan import StackOptions
+    from flowfleet.local.pools import Pool
 
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
 
 
 def up(
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,…]",
+            help="Rollout pool of its own replicas, model, devices=0-3 and so on; repeatable (one called default).",
+        ),
+    ] = None,
     replicas: Annotated[
         int | None,
         typer.Option(help="Rollout processes; default: as many as --rollout-devices are for, else one, two on a CPU."),
     ] = None,
-    reward: Annotated[
+    rewards: Annotated[
         list[str] | None,
         typer.Option(
+            "--reward",
             help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), NAME=FILE.toml "
-            "(settings of `python`), or NAME=HOST:PORT; repeatable (ocr)."
+            "(settings of `python`), or NAME=HOST:PORT; repeatable (ocr).",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
@@ -42,19 +49,24 @@ def up(
     sequence_parallel_size: Annotated[
         int, typer.Option(min=1, help="Accelerators that share every sample of a rollout (Wan, engine diffusers).")
     ] = 1,
-    data_root: Annotated[
+    data_roots: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
+        typer.Option(
+            "--data-root", help="Folder that jobs may read, besides the working folder and the recipes; repeatable."
+        ),
     ] = None,
-    data_url: Annotated[
-        list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
+    data_urls: Annotated[
+        list[str] | None,
+        typer.Option("--data-url", help="SCHEME://HOST from which jobs may read data; repeatable (none)."),
     ] = None,
-    data_network: Annotated[
-        list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
+    data_networks: Annotated[
+        list[str] | None,
+        typer.Option("--data-network", help="CIDR in which those hosts may be, if not public; repeatable (none)."),
     ] = None,
-    hub_model: Annotated[
+    hub_models: Annotated[
         list[str] | None,
         typer.Option(
+            "--hub-model",
             metavar="ORG[/NAME]",
             help="Models of the Hub that jobs may name and services download, * for all; repeatable (none).",
         ),
@@ -73,17 +85,23 @@ def up(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Limit on what is kept of ended jobs, such as jobs=200; repeatable."),
     ] = None,
-    limit: Annotated[
+    limits: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="Limit on what jobs may request, such as samples_per_step=512; repeatable."
+            "--limit",
+            metavar="NAME=VALUE",
+            help="Limit on what jobs may request, such as samples_per_step=512; repeatable.",
         ),
     ] = None,
     archive: Annotated[
         str | None, typer.Option(metavar="URL", help="Store that ended jobs are copied to before removal (fsspec).")
     ] = None,
-    start_timeout: Annotated[float, typer.Option(help="Seconds within which every process must serve.")] = 900.0,
-    hang: Annotated[float, typer.Option(help="Seconds within which a hanging process is restarted.")] = HANG_S,
+    start_timeout_s: Annotated[
+        float, typer.Option("--start-timeout", help="Seconds within which every process must serve.")
+    ] = 900.0,
+    hang_s: Annotated[
+        float, typer.Option("--hang", help="Seconds within which a hanging process is restarted.")
+    ] = HANG_S,
     port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
     no_key: Annotated[
@@ -95,42 +113,32 @@ def up(
     json_: Json = False,
 ) -> None:
     """Start a stack on this machine: Redis, controller, rollouts, rewards."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    _run(_options(given), detach, json_)
+
+
+def _options(given: dict[str, Any]) -> StackOptions:
+    """The stack's options from the command's, which have the same names."""
     from flowfleet.local.plan import StackOptions
 
-    rollouts_on = _devices(rollout_devices)
-    options = StackOptions(
-        state_dir=state_dir,
-        port=port,
-        data_roots=tuple(data_root or ()),
-        data_urls=tuple(data_url or ()),
-        data_networks=tuple(data_network or ()),
-        hub_models=tuple(hub_model or ()),
-        replicas=_replicas(replicas, rollouts_on, sequence_parallel_size, engine),
-        rewards=tuple(reward or ("ocr",)),
-        model=None if model is None else _model(model),
-        dtype=dtype,
-        engine=engine,
-        max_batch=max_batch,
-        sequence_parallel_size=sequence_parallel_size,
-        rollout_devices=rollouts_on,
-        trainer_devices=_devices(trainer_devices),
-        trainers=trainers,
-        keep=tuple(keep or ()),
-        limits=tuple(limit or ()),
-        archive=archive,
-        start_timeout_s=start_timeout,
-        hang_s=hang,
-        key=not no_key,
-    )
-    _run(options, detach, json_)
+    trainers_on = None if given["trainer_devices"] == "auto" else given["trainer_devices"].split(",")
+    known = {name: value for name, value in given.items() if name in StackOptions.model_fields}
+    return StackOptions(**{**known, "trainer_devices": trainers_on, "pools": _pools(given), "key": not given["no_key"]})
 
 
-def _replicas(asked: int | None, devices: tuple[str, ...] | None, each: int, engine: str) -> int:
+def _pools(given: dict[str, Any]) -> list[Pool]:
+    """Pools by --pool, each with what the other options say of rollouts unless it says otherwise; else one."""
     from flowfleet.local.plan import usual_replicas
+    from flowfleet.local.pools import DEFAULT, Pool, model_at, parse_devices, parse_pool
 
-    if asked is not None:
-        return asked
-    return max(1, len(devices) // each) if devices else usual_replicas(engine)
+    usual = {name: given[name] for name in given.keys() & Pool.model_fields.keys()}
+    if "model" in usual:
+        usual["model"] = model_at(usual["model"])
+    if given["rollout_devices"] != "auto":
+        usual["devices"] = parse_devices(given["rollout_devices"])
+    elif "pool" not in given:
+        usual.setdefault("replicas", usual_replicas(usual["engine"]))
+    return [] if usual.get("replicas") == 0 else [parse_pool(text, usual) for text in given.get("pool", [DEFAULT])]
 
 
 def _run(options: StackOptions, detach: bool, as_json: bool) -> None:
@@ -144,21 +152,6 @@ def _run(options: StackOptions, detach: bool, as_json: bool) -> None:
     stop_on_signals(stop)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     run_stack(options, stop, lambda stack: _tell_stack(stack, as_json, "   Ctrl-C stops the stack."))
-
-
-def _model(written: str) -> str:
-    """The model that rollouts load at start: a folder here, one that comes with the package, or a name of the Hub."""
-    if Path(written).is_dir() or (hub.name_of(written) is not None and shipped(written) is None):
-        return written
-    if (found := shipped(written)) is None:
-        raise ValueError(
-            f"--model {written}: there is no such folder; give a diffusers pipeline's, or ORG/NAME of the Hub"
-        )
-    return str(found)
-
-
-def _devices(text: str) -> tuple[str, ...] | None:
-    return None if text == "auto" else tuple(name.strip() for name in text.split(","))
 
 
 def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:

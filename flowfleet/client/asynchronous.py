@@ -119,6 +119,10 @@ class AsyncClient(AsyncVoting):
         """Yields jobs, newest first, without `spec` and `rewards`: all of them, or those of one status."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
 
+    def rows(self, status: str | None = None) -> AsyncIterator[JobRow]:
+        """Yields jobs as rows of the live page, newest first: all of them, or those of one status."""
+        return self._pages("/v1/overview", JobRow, {"status": status} if status else {})
+
     async def sweep_jobs(self, name: str) -> list[JobRow]:
         """Rows of a sweep's jobs, the first queued first. ApiError (404) where there is none."""
         if found := [row async for row in self._pages("/v1/overview", JobRow, {"sweep": name, "limit": MAX_SWEEP})]:

@@ -129,6 +129,7 @@ class Client:
     sweep = blocking(AsyncClient.sweep)
     upload = blocking(AsyncClient.upload)
     jobs = iterating(AsyncClient.jobs)
+    rows = iterating(AsyncClient.rows)
     sweep_jobs = blocking(AsyncClient.sweep_jobs)
     job = blocking(AsyncClient.job)
     find = blocking(AsyncClient.find)

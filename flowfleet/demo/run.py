@@ -20,6 +20,7 @@ from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.files import write_atomically
 from flowfleet.local.plan import StackOptions, usual_replicas
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.models.registry import Engine
@@ -81,15 +82,13 @@ def _make_fresh(directory: Path, spec: JobSpec) -> None:
 
 def _stack_options(spec: JobSpec, directory: Path, engine: Engine | None) -> StackOptions:
     engine = engine or ("transformers" if spec.writes_tokens else "diffusers")
+    replicas, model = usual_replicas(engine), spec.model
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
         data_roots=data_folders(spec),
-        replicas=usual_replicas(engine),
+        pools=(Pool(replicas=replicas, model=model.path, dtype=model.dtype, engine=engine),),
         rewards=tuple(spec.reward_services),
-        model=spec.model.path,
-        dtype=spec.model.dtype,
-        engine=engine,
     )
 
 

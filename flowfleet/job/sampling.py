@@ -13,6 +13,9 @@ from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Renorm, Size
 from flowfleet.part import rule
 
+POOL = rule(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", NAMES.format(40))
+"""The rule of a rollout pool's name."""
+
 
 class NoisePart(Part):
     """The reverse step with noise of Flow-GRPO (`sde`), of CPS (`cps`) or of DanceGRPO (`dance_sde`)."""
@@ -43,7 +46,7 @@ class PreviewPart(Part):
 
 
 class RolloutPart(Part):
-    pool: str = Field(default="default", pattern=rule(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", NAMES.format(40)))
+    pool: str = Field(default="default", pattern=POOL)
     """Rollout pool that samples for the job. Jobs of a pool take turns at its replicas, by whole steps."""
     prompts_per_step: int = Field(default=32, ge=1, le=65_536)
     """Prompts of one training step, a group of samples each."""

@@ -1,7 +1,10 @@
 """The whole fleet on one machine, as real processes: what `flowfleet up`, `down` and `demo` are made of.
 
     plan.py        which processes there are, their command lines, ports and environment (pure)
-    placement.py   which process gets which accelerator (pure)
+    pools.py       what a rollout pool is, and pools.json
+    pool_changes.py  adds and removes pools while the stack runs
+    placement.py   which process gets which accelerator at the start (pure)
+    devices.py     the table of who has which accelerator now
     ports.py       free ports that stay free while a process is restarted
     stack.py       the state directory: stack.json, the lock of its live supervisor, process records
     processes.py   finding and ending every process of a stack, trainers and orphans too

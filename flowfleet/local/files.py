@@ -78,3 +78,20 @@ def open_own(path: Path, flags: int) -> TextIO:
         file.close()
         raise PermissionError(f"{path} is not believed: other users may write it; remove it")
     return file
+
+
+class Watched:
+    """A file that others replace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, ...] = ()
+
+    def has_changed(self) -> bool:
+        """True at the first look after each change; False while there is no file."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return False
+        before, self._seen = self._seen, (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        return before != self._seen

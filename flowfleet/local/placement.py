@@ -1,4 +1,4 @@
-"""Which process of a stack gets which accelerator. Pure.
+"""Which process of a stack gets which accelerator at its start. Pure.
 
 A rollout takes one, or as many as share its samples; a trainer one a rank. A rollout and a trainer rank on one device
 work, but slowly, and NCCL refuses two members of a group there: full weights are published through host memory then, by
@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowfleet.local.pools import Pool
 from flowfleet.local.stack import StackError
 
 
 @dataclass(frozen=True)
 class Placement:
-    rollouts: tuple[str, ...] = ()
-    """Devices of the rollouts in order, `each` of them a rollout; empty: none is assigned."""
+    pools: tuple[Pool, ...] = ()
+    """Pools with their devices; empty: none are assigned."""
     trainer: tuple[str, ...] = ()
-    """Devices of a job's trainer, the first `trainer.world_size` of them; empty: none is assigned."""
-    each: int = 1
-    """Devices of a rollout."""
+    """Devices that jobs' trainers share out; empty: none is assigned."""
 
-    def of_rollout(self, index: int) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.rollouts[index * self.each : (index + 1) * self.each]))
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """Devices of all rollouts in order."""
+        return tuple(device for pool in self.pools for device in pool.devices or ())
 
     @property
     def warning(self) -> str | None:
@@ -35,11 +36,10 @@ class Placement:
                 "slower than NCCL; start fewer --replicas, or give --rollout-devices and --trainer-devices"
             )
         if len(set(self.rollouts)) < len(self.rollouts):
-            num_rollouts = len(self.rollouts) // self.each
             return (
-                f"{num_rollouts} rollouts share {len(set(self.rollouts))} accelerators: jobs of trainer.mode = "
-                "full publish their weights through host memory (Gloo), which is slower than NCCL; start fewer "
-                "--replicas"
+                f"{sum(pool.replicas for pool in self.pools)} rollouts share {len(set(self.rollouts))} accelerators: "
+                "jobs of trainer.mode = full publish their weights through host memory (Gloo), which is slower than "
+                "NCCL; start fewer --replicas"
             )
         return None
 
@@ -48,25 +48,27 @@ NOWHERE = Placement()
 """Placement on a machine without accelerators."""
 
 
-def place(
-    replicas: int,
-    available: Sequence[str],
-    rollout_devices: tuple[str, ...] | None = None,
-    trainer_devices: tuple[str, ...] | None = None,
-    each: int = 1,
-) -> Placement:
-    """Assigns devices: rollouts take the first of the `available`, `each` per rollout, and trainers the others. Given
-    devices are used as given. If none is left for trainers they share all of them; if there are too few for the
-    rollouts, rollouts share. Raises StackError for fewer than one rollout needs."""
-    if rollout_devices is None:
-        free = [device for device in available if device not in (trainer_devices or ())] or [*available]
-        if replicas and 0 < len(free) < each:
-            raise StackError(
-                f"--sequence-parallel-size {each} needs {each} accelerators per rollout; {len(free)} "
-                f"{'is' if len(free) == 1 else 'are'} left: choose a smaller size, or give trainers fewer "
-                "--trainer-devices"
-            )
-        rollout_devices = tuple(free[index % len(free)] for index in range(replicas * each)) if free else ()
-    if trainer_devices is None:
-        trainer_devices = tuple(device for device in available if device not in rollout_devices) or tuple(available)
-    return Placement(rollout_devices, trainer_devices, each)
+def place(pools: Sequence[Pool], available: Sequence[str], trainer_devices: tuple[str, ...] | None = None) -> Placement:
+    """Assigns devices: pools take the first of the `available` in their order, and trainers the others. Given devices
+    are used as given. If none is left for trainers they share all of them; if there are too few for the rollouts,
+    rollouts share. Raises StackError for fewer than one rollout needs."""
+    named = {device for pool in pools for device in pool.devices or ()} | {*(trainer_devices or ())}
+    free = [device for device in available if device not in named] or [*available]
+    placed: list[Pool] = []
+    for pool in pools:
+        left = [device for device in free if device not in Placement(tuple(placed)).rollouts] or free
+        placed.append(pool if pool.devices is not None or not left else _on(pool, left))
+    trainers = tuple(device for device in available if device not in Placement(tuple(placed)).rollouts)
+    return Placement(tuple(placed), trainer_devices or trainers or tuple(available))
+
+
+def _on(pool: Pool, devices: Sequence[str]) -> Pool:
+    each = pool.sequence_parallel_size
+    if len(devices) < each:
+        raise StackError(
+            f"--sequence-parallel-size {each} needs {each} accelerators per rollout; {len(devices)} "
+            f"{'is' if len(devices) == 1 else 'are'} left: choose a smaller size, or give trainers fewer "
+            "--trainer-devices"
+        )
+    chosen = tuple(devices[index % len(devices)] for index in range(pool.replicas * each))
+    return pool.model_copy(update={"devices": chosen})

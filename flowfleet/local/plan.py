@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from flowfleet import hub
 from flowfleet.hardware.accelerators import show_only, visible_devices
 from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
+from flowfleet.local.pools import DEFAULT, Pool, given_twice, parse_devices
 from flowfleet.local.rewards import Reward, parse_reward
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
-from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
 from flowfleet.process.service import API_KEY, PATIENT_THREADS, usable_cpus
 from flowfleet.redis.server import server_url
@@ -48,22 +49,10 @@ class StackOptions(BaseModel):
     FLOWFLEET_HUB_MODELS lists here."""
     data_networks: tuple[str, ...] = ()
     """Networks (CIDR) that are not public, in which those hosts may be."""
-    replicas: int = Field(default=1, ge=0, le=64)
-    """Rollout processes."""
+    pools: tuple[Pool, ...] = (Pool(),)
+    """Rollout pools; none: only trainers sample."""
     rewards: tuple[str, ...] = ("ocr",)
     """Scorers to start, or services that run elsewhere; `flowfleet.local.rewards` parses them."""
-    model: str | None = None
-    """Diffusers pipeline that the rollouts load while they start."""
-    dtype: str = "float32"
-    """Data type of the preloaded model."""
-    engine: Engine = "diffusers"
-    """Engine of the rollouts."""
-    max_batch: int | None = Field(default=None, ge=1)
-    """Most rows of one forward of a rollout; unset: the rollout's default."""
-    sequence_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Accelerators of a rollout, which share every sample; more than one needs the engine `diffusers`."""
-    rollout_devices: tuple[str, ...] | None = None
-    """Accelerators, `sequence_parallel_size` a rollout; unset: the machine's first ones."""
     trainer_devices: tuple[str, ...] | None = None
     """Accelerators of the jobs' trainers, one a rank; unset: those that rollouts leave."""
     trainers: int = Field(default=2, ge=1, le=1024)
@@ -94,27 +83,17 @@ class StackOptions(BaseModel):
     def _names_of_hub(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return hub.parse_list(",".join(names))
 
-    @field_validator("rollout_devices", "trainer_devices")
+    @field_validator("trainer_devices")
     @classmethod
     def _devices(cls, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if devices is not None and (not all(devices) or len(set(devices)) < len(devices)):
-            raise ValueError(f"devices {','.join(devices)!r}: give each once, as in 0,1")
-        return devices
+        return None if devices is None else parse_devices(",".join(devices))
 
-    @model_validator(mode="after")
-    def _devices_of_each_rollout(self) -> StackOptions:
-        each = self.sequence_parallel_size
-        if each > 1 and self.engine != "diffusers":
-            raise ValueError(
-                f"--sequence-parallel-size {each}: the engine {self.engine} samples on one device: give --engine "
-                "diffusers"
-            )
-        if self.rollout_devices is not None and len(self.rollout_devices) != each * self.replicas:
-            raise ValueError(
-                f"--rollout-devices names {len(self.rollout_devices)} accelerators for {self.replicas} rollouts: "
-                f"{'one is' if each == 1 else f'{each} are'} for each, change --replicas or the devices"
-            )
-        return self
+    @field_validator("pools")
+    @classmethod
+    def _own_names(cls, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+        if name := given_twice(pool.name for pool in pools):
+            raise ValueError(f"pool {name} is given twice: give each --pool a name of its own")
+        return pools
 
 
 def usual_replicas(engine: str) -> int:
@@ -150,8 +129,13 @@ class ProcessPlan:
     """Engine of a rollout."""
     devices: tuple[str, ...] = ()
     """Accelerators that it is confined to."""
+    pool: str = ""
+    """Pool of a rollout."""
     forks: bool = True
     """May be forked from a process that has imported torch; vLLM starts processes and threads of its own."""
+
+
+OfPool = Callable[[Pool, Iterator[int]], list[ProcessPlan]]
 
 
 @dataclass(frozen=True)
@@ -161,6 +145,8 @@ class Plan:
     redis_url: str
     placement: Placement = NOWHERE
     api_key: str = ""
+    of_pool: OfPool | None = None
+    """Plans a pool's rollouts, on two free ports each."""
 
     @property
     def warning(self) -> str | None:
@@ -170,7 +156,7 @@ class Plan:
 
 def ports_needed(options: StackOptions) -> int:
     """Counts ports: Redis, the controller unless its port is fixed, and two (RPC, metrics) per rollout and reward."""
-    return 2 + 2 * (options.replicas + len(_own_rewards(options)))
+    return 2 + 2 * (sum(pool.replicas for pool in options.pools) + len(_own_rewards(options)))
 
 
 def make_plan(
@@ -189,9 +175,8 @@ def make_plan(
     shared = {MARK: str(state.path)} | ({hub.MODELS: ",".join(options.hub_models)} if options.hub_models else {})
     env = {kind: {**given[kind], **shared} for kind in given}
     redis = ProcessPlan("redis", Kind.REDIS, tuple(redis_argv), f"{HOST}:{redis_port}", env={MARK: str(state.path)})
-    rollouts = [
-        _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
-    ]
+    of_pool = partial(_rollouts, options, env["rollout"])
+    rollouts = [rollout for pool in placement.pools or options.pools for rollout in of_pool(pool, free)]
     url = f"http://{HOST}:{options.port or controller_port}"
     of_rewards = env["reward"] | {"FLOWFLEET_URL": url}
     asking = of_rewards | ({API_KEY: secrets.asking} if secrets.api_key else {})
@@ -203,21 +188,21 @@ def make_plan(
     addresses |= {reward.name: reward.address for reward in map(parse_reward, options.rewards) if reward.address}
     controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])
     processes = (redis, *rollouts, *rewards, controller)
-    return Plan(processes, f"http://{controller.address}", redis_url, placement, secrets.api_key)
+    return Plan(processes, f"http://{controller.address}", redis_url, placement, secrets.api_key, of_pool)
 
 
 def data_roots(options: StackOptions) -> list[Path]:
-    """Returns the folders that jobs of the stack may read: the working folder, the recipes, the preloaded model, and
-    the folders that the options add.
+    """Returns the folders that jobs of the stack may read: the working folder, the recipes, preloaded models, and the
+    folders that the options add.
 
     Raises StackError in a working folder that holds the whole machine.
     """
     here = Path.cwd()
     if here == Path(here.anchor):
         raise StackError(f"jobs may read the working folder, which is {here}: start the stack in another folder")
-    is_folder = options.model is not None and hub.name_of(options.model) is None
-    model = (_whole_model(Path(str(options.model)).expanduser().resolve()),) if is_folder else ()
-    return list(dict.fromkeys(path.expanduser().resolve() for path in (here, RECIPES, *model, *options.data_roots)))
+    models = [pool.model for pool in options.pools if pool.model is not None and hub.name_of(pool.model) is None]
+    folders = [_whole_model(Path(model).expanduser().resolve()) for model in models]
+    return list(dict.fromkeys(path.expanduser().resolve() for path in (here, RECIPES, *folders, *options.data_roots)))
 
 
 def _whole_model(folder: Path) -> Path:
@@ -255,29 +240,36 @@ def _controller(
     return ProcessPlan("controller", Kind.CONTROLLER, tuple(argv), address, metrics=address, env=env)
 
 
+def _rollouts(options: StackOptions, env: Mapping[str, str], pool: Pool, ports: Iterator[int]) -> list[ProcessPlan]:
+    prefix = "rollout-" if pool.name == DEFAULT else f"rollout-{pool.name}-"
+    return [_rollout(f"{prefix}{index}", index, options, env, pool, ports) for index in range(pool.replicas)]
+
+
 def _rollout(
-    index: int, options: StackOptions, ports: Iterator[int], env: Mapping[str, str], devices: tuple[str, ...]
+    name: str, index: int, options: StackOptions, env: Mapping[str, str], pool: Pool, ports: Iterator[int]
 ) -> ProcessPlan:
-    port, metrics = next(ports), next(ports)
-    argv = [*_service("rollout", port, metrics), "--replica-id", f"rollout-{index}", "--engine", options.engine]
+    port, metrics, each = next(ports), next(ports), pool.sequence_parallel_size
+    argv = [*_service("rollout", port, metrics), "--replica-id", name, "--pool", pool.name, "--engine", pool.engine]
     argv += ["--hang-s", f"{found_out_s(options.hang_s):g}"]
-    if options.max_batch is not None:
-        argv += ["--max-batch", str(options.max_batch)]
-    if options.sequence_parallel_size > 1:
-        argv += ["--sequence-parallel-size", str(options.sequence_parallel_size)]
-    if options.model is not None:
-        argv += ["--model", options.model, "--dtype", options.dtype]
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // options.replicas))}
+    if pool.max_batch is not None:
+        argv += ["--max-batch", str(pool.max_batch)]
+    if each > 1:
+        argv += ["--sequence-parallel-size", str(each)]
+    if pool.model is not None:
+        argv += ["--model", pool.model, "--dtype", pool.dtype]
+    devices = tuple(dict.fromkeys((pool.devices or ())[index * each : (index + 1) * each]))
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // max(1, sum(one.replicas for one in options.pools))))}
     return ProcessPlan(
-        f"rollout-{index}",
+        name,
         Kind.ROLLOUT,
         tuple(argv),
         f"{HOST}:{port}",
         metrics=f"{HOST}:{metrics}",
         env={**PATIENT_THREADS, **env, **(show_only(devices) or threads)},
-        engine=options.engine,
+        engine=pool.engine,
         devices=devices,
-        forks=not options.engine.startswith("vllm"),
+        pool=pool.name,
+        forks=not pool.engine.startswith("vllm"),
     )
 
 
@@ -288,8 +280,9 @@ def _reward(reward: Reward, options: StackOptions, ports: Iterator[int], env: Ma
     if reward.settings_file is not None:
         argv += ["--settings", str(reward.settings_file)]
     argv += _each("--set", reward.settings)
-    address = f"{HOST}:{port}"
-    return ProcessPlan(f"reward-{reward.name}", Kind.REWARD, tuple(argv), address, metrics=f"{HOST}:{metrics}", env=env)
+    name, address, env = f"reward-{reward.name}", f"{HOST}:{port}", {**env, **show_only(reward.devices)}
+    metrics_at = f"{HOST}:{metrics}"
+    return ProcessPlan(name, Kind.REWARD, tuple(argv), address, metrics_at, env=env, devices=reward.devices)
 
 
 def _each(flag: str, values: Iterable[object]) -> list[str]:

@@ -2,6 +2,7 @@
 
 ocr                            a scorer
 pickscore:model=PATH           a scorer with settings, as key=value[,key=value]
+pickscore:model=PATH,devices=3 on accelerators of its own, as 3 or 0-1
 taste=pickscore:model=PATH     the same under a name of its own
 mine=my_rewards.py:score       a function of a Python file
 mine=my_reward.toml            the scorer `python` with the settings of a file
@@ -16,10 +17,12 @@ from pathlib import Path
 
 from flowfleet.job.setting_files import change_table, read_table
 from flowfleet.job.spec import REWARD_NAME
+from flowfleet.local.pools import parse_devices
 from flowfleet.scorers import known
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 _SETTINGS = re.compile(r".+\.(toml|ya?ml|json)")
+_DEVICES = "devices="
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 
 
@@ -32,6 +35,8 @@ class Reward:
     settings: tuple[str, ...] = ()
     """key=value changes, as `--set` of the reward service takes them."""
     address: str | None = None
+    devices: tuple[str, ...] = ()
+    """Accelerators that it is confined to; none: it sees all."""
     settings_file: Path | None = None
     """Absolute path of the file that the reward service reads its settings from."""
 
@@ -48,7 +53,9 @@ def parse_reward(text: str) -> Reward:
         settings = tuple(changes.split(",")) if changes else ()
         if wrong := [one for one in settings if "=" not in one]:
             raise ValueError(f"--reward {text}: {wrong[0]!r} is not a setting: write key=value[,key=value]")
-        return Reward(name, scorer, tuple(map(_absolute, settings)))
+        devices = [one.removeprefix(_DEVICES) for one in settings if one.startswith(_DEVICES)]
+        own = tuple(_absolute(one) for one in settings if not one.startswith(_DEVICES))
+        return Reward(name, scorer, own, devices=parse_devices(",".join(devices)) if devices else ())
     if is_named and (found := _FUNCTION.fullmatch(value)):
         path = _existing(Path(found["file"]), text)
         function = f"function={path.stem}:{found['function']}"

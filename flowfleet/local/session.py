@@ -11,17 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
 from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local import secrets
+from flowfleet.local.devices import DEVICES_FILE, Devices, pool_owner
 from flowfleet.local.files import make_private, write_atomically
 from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import KEYS_FILE, Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.pools import POOLS_FILE, Pool, given_twice, read_pools, write_pools
 from flowfleet.local.ports import free_ports, is_free
+from flowfleet.local.rewards import parse_reward
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import RELOADED, RunningProcess, Stack, StackError, StateDir
 from flowfleet.local.supervision.cleanup import end_stack
@@ -37,6 +40,7 @@ from flowfleet.rpc.tls import TLS_DIR
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
+_STORED = "or `flowfleet pools remove` a pool that has it"
 POLL_S = 0.05
 
 
@@ -62,8 +66,9 @@ def plan_stack(options: StackOptions) -> Plan:
         raise StackError(f"{API_KEY} is set, so the controller would ask for that key: unset it, or leave out --no-key")
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
-    ports = free_ports(ports_needed(options))
     state, passwords = StateDir(options.state_dir), StackSecrets() if options.key else StackSecrets(api_key="")
+    options = _with_added(options, state)
+    ports = free_ports(ports_needed(options))
     secrets.write(state.secrets, passwords.environments(ports[0]))
     write_atomically(state.path / KEYS_FILE, passwords.keys())
     make_private(state.redis)
@@ -71,16 +76,48 @@ def plan_stack(options: StackOptions) -> Plan:
         redis_argv = command(state.redis, ports[0], passwords.operator, passwords.redis, fsync="everysec")
     except Unavailable as error:
         raise StackError(str(error)) from None
-    return make_plan(options, ports, redis_argv, passwords, place_stack(options))
+    plan = make_plan(options, ports, redis_argv, passwords, place_stack(options))
+    _record(plan, options, state)
+    return plan
 
 
 def place_stack(options: StackOptions) -> Placement:
-    """The accelerators of this machine, shared out as the options say. StackError for one that is not there."""
-    rollouts, trainer = options.rollout_devices, options.trainer_devices
-    if problem := missing_devices([*(rollouts or ()), *(trainer or ())]):
-        raise StackError(f"{problem}; change --rollout-devices, --trainer-devices or FLOWFLEET_DEVICE")
-    available = visible_devices() if rollouts is None or trainer is None else ()
-    return place(options.replicas, available, rollouts, trainer, options.sequence_parallel_size)
+    """The accelerators of this machine, shared out as the options say. StackError for one that is not there, or that is
+    given twice."""
+    owners, trainer = _owners(options.pools, options), options.trainer_devices
+    named = [device for devices in owners.values() for device in devices]
+    if problem := missing_devices([*named, *(trainer or ())]):
+        flags = "--pool, --rollout-devices, --trainer-devices, --reward or FLOWFLEET_DEVICE"
+        raise StackError(f"{problem}; change {flags}, {_STORED}")
+    if device := given_twice(named):
+        two = " and ".join(owner for owner, devices in owners.items() if device in devices)
+        raise StackError(f"accelerator {device} is given twice, to {two}: give it to one of them, {_STORED}")
+    is_given = trainer is not None and all(pool.devices is not None for pool in options.pools)
+    taken = [device for devices in _owners((), options).values() for device in devices]
+    available = () if is_given else visible_devices()
+    return place(options.pools, [device for device in available if device not in taken], trainer)
+
+
+def _owners(pools: Iterable[Pool], options: StackOptions) -> dict[str, tuple[str, ...]]:
+    """Devices of pools and rewards."""
+    rewards = {f"reward {reward.name}": reward.devices for reward in map(parse_reward, options.rewards)}
+    return {pool_owner(pool.name): pool.devices or () for pool in pools} | rewards
+
+
+def _with_added(options: StackOptions, state: StateDir) -> StackOptions:
+    """Adds the pools that were added while an earlier stack ran."""
+    names = {pool.name for pool in options.pools}
+    known = read_pools(state.path / POOLS_FILE).values()
+    added = [pool for pool in known if pool.added and pool.name not in names]
+    return options.model_copy(update={"pools": (*options.pools, *added)})
+
+
+def _record(plan: Plan, options: StackOptions, state: StateDir) -> None:
+    """Writes which pools run, and whose the accelerators are."""
+    write_pools(state.path / POOLS_FILE, plan.placement.pools)
+    owners, of_trainers = _owners(plan.placement.pools, options), set(plan.placement.trainer)
+    lent = {owner: [one for one in devices if one not in of_trainers] for owner, devices in owners.items()}
+    Devices(state.path / DEVICES_FILE).begin(lent, trainers_take_more=options.trainer_devices is None)
 
 
 def stop_on_signals(stop: threading.Event) -> None:

@@ -7,6 +7,8 @@ trainers/       a record of each trainer, written by the controller that launche
 logs/           one file a process
 redis/          data of the Redis server (0700)
 secrets/        passwords, tokens and the API key by kind of process (0700)
+pools.json      rollout pools that the supervisor runs; those added while it ran outlive it
+devices.json    which job's trainer, which pool or reward has which accelerators
 jobs/, uploads/ what the controller keeps for jobs
 
 The directory is its owner's alone (0700), unless it holds other things too: then each of these folders is. A file in
@@ -49,7 +51,8 @@ RELOADED = "reloaded.json"
 """In a stack's directory: reward → version of its file that `rewards reload` accepted; "" while it starts again."""
 _FOLDERS = ("processes", "trainers", "logs", "redis", "secrets")
 _DATA = ("jobs", "uploads")
-_NAMES = frozenset({*_FOLDERS, *_DATA, "stack.json", "supervisor.pid", "keys.toml", "rewards.toml", RELOADED})
+_FILES = ("stack.json", "supervisor.pid", "keys.toml", "rewards.toml", "pools.json", "devices.json", "devices.lock")
+_NAMES = frozenset({*_FOLDERS, *_DATA, *_FILES, RELOADED})
 """Everything that a stack has in its directory."""
 
 
@@ -72,6 +75,8 @@ class RunningProcess(BaseModel):
     """Engine of a rollout."""
     devices: tuple[str, ...] = ()
     """Accelerators that it is confined to."""
+    pool: str = ""
+    """Pool of a rollout."""
 
 
 class Stack(BaseModel):

@@ -16,6 +16,7 @@ from flowfleet.api.jobs import Job, MetricsRow
 from flowfleet.client.client import Client
 from flowfleet.job.spec import read_job_file
 from flowfleet.local.plan import StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack
 from flowfleet.process.forks import FORK_SERVER
@@ -71,7 +72,10 @@ def make_fleet(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     @contextmanager
     def make(**options: Any) -> Iterator[Fleet]:
         usual: dict[str, Any] = {"rewards": ("ocr",), "model": str(ROOT / "recipes/tiny/model"), "port": 0}
-        options = usual | options | {"data_roots": (ROOT, tmp_path_factory.getbasetemp())}
+        options = usual | options
+        pool = {name: options.pop(name) for name in options.keys() & Pool.model_fields.keys()}
+        options["pools"] = () if pool.get("replicas") == 0 else (Pool(**pool),)
+        options["data_roots"] = (ROOT, tmp_path_factory.getbasetemp())
         state = tmp_path_factory.mktemp("stack")
         with ExitStack() as exits:
             with pytest.MonkeyPatch.context() as patch:  # no proxy stands between the services of one machine

@@ -21,6 +21,7 @@ from flowfleet.api.votes import Choice, VotePair
 from flowfleet.client.client import Client
 from flowfleet.job.files import RECIPES, data_folders, prepare_job
 from flowfleet.local.plan import StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import local_stack
 from flowfleet.media.files import decode_media
 
@@ -98,8 +99,7 @@ def train(seed: int, most_votes: int, directory: Path) -> dict[str, Any]:
         port=0,
         data_roots=data_folders(spec),
         rewards=("human",),
-        model=spec.model.path,
-        dtype=spec.model.dtype,
+        pools=(Pool(model=spec.model.path, dtype=spec.model.dtype),),
     )
     with local_stack(options) as stack, Client(stack.url) as client:
         job = client.submit(spec)

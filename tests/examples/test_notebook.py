@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flowfleet.local.plan import StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import local_stack
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas", reason="pip install pandas")
     monkeypatch.chdir(ROOT)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    options = StackOptions(state_dir=tmp_path / "stack", port=0, model=str(ROOT / "recipes/tiny/model"))
+    options = StackOptions(state_dir=tmp_path / "stack", port=0, pools=(Pool(model=str(ROOT / "recipes/tiny/model")),))
     with local_stack(options) as stack:
         monkeypatch.setenv("FLOWFLEET_URL", stack.url)
         nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()

@@ -17,6 +17,7 @@ from unittest.mock import patch
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import Kind, Plan, ProcessPlan, StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.ports import free_ports
 from flowfleet.local.session import plan_stack
 from flowfleet.local.stack import Stack, StackError, StateDir
@@ -72,11 +73,8 @@ def _options(directory: Path, spec: JobSpec) -> StackOptions:
     return StackOptions(
         state_dir=directory,
         port=0,
-        replicas=2,
+        pools=(Pool(replicas=2, model=spec.model.path, dtype=spec.model.dtype, max_batch=MAX_BATCH),),
         rewards=(SCORER,),
-        model=spec.model.path,
-        dtype=spec.model.dtype,
-        max_batch=MAX_BATCH,
         data_roots=data_folders(spec),
         start_timeout_s=START_TIMEOUT_S,
         hang_s=spec.timeouts.hang_s,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowfleet.local.plan import Plan, StackOptions
+from flowfleet.local.pools import Pool
 from flowfleet.local.session import plan_stack
 from tests.faults.run import possible
 from tests.faults.schedule import KINDS
@@ -17,7 +18,7 @@ from tests.faults.tools.clocks import LIBRARY, Clocks, find_library
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.setenv(DEVICE, "cpu")
-    return plan_stack(StackOptions(state_dir=tmp_path / "stack", port=0, replicas=2))
+    return plan_stack(StackOptions(state_dir=tmp_path / "stack", port=0, pools=(Pool(replicas=2),)))
 
 
 def test_no_process_reaches_another_but_through_a_proxy(plan: Plan, tmp_path: Path) -> None:

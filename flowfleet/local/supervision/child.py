@@ -64,6 +64,8 @@ class Child:
         self._process: StartedProcess | None = None
         self._started = 0.0
         self._restart_at: float | None = None
+        self.ends = self.is_over = False
+        """Is not started again; is looked at no more."""
 
     def start(self) -> None:
         """Starts the process in a session of its own, output appended to its log."""
@@ -113,6 +115,12 @@ class Child:
         self.healthy |= is_alive
         self._missed = 0 if is_alive or not self.healthy else self._missed + 1
 
+    def end(self) -> None:
+        """Ends the process for good. Checkups kill it if that takes too long."""
+        self.ends = True
+        if self._process is not None:
+            self._process.terminate()
+
     def poll(self) -> bool:
         """Kills the process if it hangs, and restarts it if it ended and its delay is over; what cannot be started is
         tried again later. Returns whether it has another id than when it was last asked."""
@@ -124,6 +132,7 @@ class Child:
         code = self.exit_code()
         if code is None:
             self._kill_if_hung()
+        if code is None or self.ends:
             return
         now = time.monotonic()
         if self._restart_at is None:
@@ -153,5 +162,5 @@ class Child:
 
     def describe(self) -> RunningProcess:
         """Returns the process's entry in stack.json."""
-        planned: Any = {name: getattr(self.plan, name) for name in ("address", "metrics", "engine", "devices")}
+        planned: Any = {name: getattr(self.plan, name) for name in ("address", "metrics", "engine", "devices", "pool")}
         return RunningProcess(pid=self.pid, log=str(self._state.log(self.plan.name)), **planned)

@@ -12,9 +12,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from flowfleet.local.plan import Plan, found_out_s
+from flowfleet.local.devices import DEVICES_FILE, Devices, pool_owner
+from flowfleet.local.files import Watched
+from flowfleet.local.plan import OfPool, Plan, ProcessPlan, found_out_s
+from flowfleet.local.pools import POOLS_FILE, Pool, read_pools
+from flowfleet.local.ports import free_ports
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervision.child import MAX_MISSED, Child
 from flowfleet.local.supervision.cleanup import end_stack
@@ -48,7 +52,9 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._hang_s = hang_s
         self._forks = StackForks(plan, state)
-        self._children = [Child(process, state, start_timeout_s, self._forks.address) for process in plan.processes]
+        self._children = [self._child(process) for process in plan.processes]
+        self._pools = Watched(state.path / POOLS_FILE)
+        self._pools.has_changed()
 
     def run(self, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
         """Blocks until `stop` is set, then ends everything. Calls `on_ready` once when every process serves.
@@ -90,7 +96,7 @@ class Supervisor:
             for log in self._state.logs.glob("*.log"):  # those of this process, the watchdog and fork servers too
                 cap(log)
             restarted = [child for child in self._children if child.poll()]
-            if restarted or not is_published:
+            if self._follow_pools(stop) or restarted or not is_published:
                 try:
                     self._publish()
                     is_published = True
@@ -98,6 +104,40 @@ class Supervisor:
                     is_published = False
                     if restarted:
                         logger.warning("stack.json names a process that ended, until it can be written: %s", error)
+
+    def _follow_pools(self, stop: threading.Event) -> bool:
+        """Starts and ends rollouts as pools.json says. True if others run than before."""
+        before = list(self._children)
+        try:
+            if self._plan.of_pool is not None and self._pools.has_changed():
+                self._change_pools(read_pools(self._pools.path), self._plan.of_pool, stop)
+            for child in [child for child in before if child.ends and child.exit_code() is not None]:
+                self._drop(child)
+        except (StackError, OSError) as error:  # no memory to fork, or a full disk: the others serve
+            logger.error("pools may be missing: %s", error)
+        return self._children != before
+
+    def _drop(self, child: Child) -> None:
+        """Forgets an ended process of a removed pool, and with the last one gives the pool's devices back."""
+        self._children.remove(child)
+        child.is_over = True
+        logger.info("%s of a removed pool ended", child.plan.name)
+        (self._state.records / f"{child.plan.name}.json").unlink(missing_ok=True)
+        if child.plan.pool not in {other.plan.pool for other in self._children}:
+            Devices(self._state.path / DEVICES_FILE).release(pool_owner(child.plan.pool))
+
+    def _change_pools(self, wanted: Mapping[str, Pool], of_pool: OfPool, stop: threading.Event) -> None:
+        for child in self._children:
+            if child.plan.pool and child.plan.pool not in wanted:
+                child.end()
+        for name in wanted.keys() - {child.plan.pool for child in self._children}:
+            for child in map(self._child, of_pool(wanted[name], iter(free_ports(2 * wanted[name].replicas)))):
+                child.start()
+                self._children.append(child)
+                start_checkups([child], self._plan, found_out_s(self._hang_s), stop)
+
+    def _child(self, plan: ProcessPlan) -> Child:
+        return Child(plan, self._state, self._start_timeout_s, self._forks.address)
 
     def _publish(self) -> Stack:
         """Writes stack.json as things are now."""
@@ -133,7 +173,7 @@ def start_checkups(children: Iterable[Child], plan: Plan, found_out_s: float, st
 def _check(child: Child, plan: Plan, every_s: float, stop: threading.Event) -> None:
     """Asks every `every_s`, which is also how long an answer may take."""
     asked_s = 0.0
-    while not stop.wait(max(0.0, every_s - asked_s)):
+    while not stop.wait(max(0.0, every_s - asked_s)) and not child.is_over:
         began, pid = time.monotonic(), child.pid
         child.checked(pid, is_alive(child.plan, plan, every_s))
         asked_s = time.monotonic() - began

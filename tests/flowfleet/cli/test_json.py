@@ -29,6 +29,8 @@ ELSEWHERE = {
     "check-reward",
     "check-model",
     "plan",
+    "pools add",
+    "pools remove",
     "sweep export",
 } | {f"rewards {name}" for name in ("shadow", "promote", "reload", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""
@@ -48,7 +50,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
 
     def told(*words: str, lines: bool = False) -> Any:
         two = " ".join(words[:2])
-        ran.add(two if words[0] in ("rewards", "votes", "sweep") else words[0])
+        ran.add(two if words[0] in ("rewards", "votes", "sweep", "pools") else words[0])
         done = run(*words, "--json")
         assert done.exit_code == 0, done.output
         return [json.loads(line) for line in done.stdout.splitlines()] if lines else json.loads(done.stdout)
@@ -87,6 +89,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     assert told("watch", job_id, lines=True)[-1]["data"]["status"] == "succeeded"
     assert told("cancel", told("submit", "job.json", lines=True)[0]["id"])["desired"] == "cancelled"
     assert len(told("sweep", "start", "job.json", "--set", "seed=1..2", "--name", "seeds")) == 2
+    assert told("pools", "list")["default"]["jobs"]
     assert told("sweep", "list") == {"seeds": {"queued": 2}}
     assert told("sweep", "show", "seeds")[0]["statuses"] == {"queued": 2}
     assert told("sweep", "stop", "seeds", "--worse-than-best", "0.1") == []

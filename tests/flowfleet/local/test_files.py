@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowfleet.local.files import read_own
+from flowfleet.local.files import Watched, read_own, write_atomically
 from flowfleet.local.processes import read_records
 from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import Stack, StackError, StateDir
@@ -227,3 +227,14 @@ def test_down_signals_no_process_that_another_user_names(tmp_path: Path, victim:
         with pytest.raises(OSError, match="not believed"):
             stop_stack(state)
     assert victim.poll() is None
+
+
+def test_a_watched_file_has_changed_once_for_each_content(tmp_path: Path) -> None:
+    file = tmp_path / "pools.json"
+    watched = Watched(file)
+    assert not watched.has_changed()
+    for text in ("a", "b"):
+        write_atomically(file, text)
+        assert [watched.has_changed(), watched.has_changed()] == [True, False]
+    file.unlink()
+    assert not watched.has_changed()

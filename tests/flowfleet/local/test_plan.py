@@ -8,6 +8,7 @@ from flowfleet.hardware.accelerators import VISIBLE
 from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import place
 from flowfleet.local.plan import StackOptions, data_roots, make_plan, ports_needed
+from flowfleet.local.pools import Pool
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import MARK, StackError
 from services.controller.reading.places import Places
@@ -17,7 +18,10 @@ SECRETS = StackSecrets()
 
 def test_every_process_gets_its_own_port_and_the_controller_knows_the_rewards(tmp_path: Path) -> None:
     options = StackOptions(
-        state_dir=tmp_path, replicas=2, rewards=("ocr", "mine=10.0.0.7:9000"), model="some/model", port=8470
+        state_dir=tmp_path,
+        pools=(Pool(replicas=2, model="some/model"),),
+        rewards=("ocr", "mine=10.0.0.7:9000"),
+        port=8470,
     )
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], SECRETS)
 
@@ -67,10 +71,10 @@ def test_jobs_may_read_a_preloaded_snapshot_of_the_hugging_face_cache(
     (repository / "blobs" / "ab").write_text("{}")
     (snapshot / "model_index.json").symlink_to("../../blobs/ab")
     monkeypatch.chdir(work)
-    roots = data_roots(StackOptions(model=str(snapshot)))
+    roots = data_roots(StackOptions(pools=(Pool(model=str(snapshot)),)))
     assert roots == [work, RECIPES.resolve(), repository]
     assert Places.of(roots, [], work / "state").model(str(snapshot)) == snapshot
-    assert data_roots(StackOptions(model=str(tmp_path / "model")))[-1] == tmp_path / "model"
+    assert data_roots(StackOptions(pools=(Pool(model=str(tmp_path / "model")),)))[-1] == tmp_path / "model"
 
 
 def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
@@ -81,8 +85,8 @@ def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
 
 
 def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_the_trainers(tmp_path: Path) -> None:
-    options = StackOptions(state_dir=tmp_path, replicas=2, engine="vllm-omni", max_batch=12)
-    placement = place(2, ["0", "1", "2", "3"])
+    options = StackOptions(state_dir=tmp_path, pools=(Pool(replicas=2, engine="vllm-omni", max_batch=12),))
+    placement = place(options.pools, ["0", "1", "2", "3"])
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS, placement)
 
     by_name = {process.name: process for process in plan.processes}
@@ -97,8 +101,8 @@ def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_th
 
 
 def test_a_rollout_has_the_accelerators_that_share_its_samples(tmp_path: Path) -> None:
-    options = StackOptions(state_dir=tmp_path, replicas=2, sequence_parallel_size=2)
-    placement = place(2, [*"01234"], each=2)
+    options = StackOptions(state_dir=tmp_path, pools=(Pool(replicas=2, sequence_parallel_size=2),))
+    placement = place(options.pools, [*"01234"])
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS, placement)
     rollouts = [process for process in plan.processes if process.name.startswith("rollout")]
     assert [process.devices for process in rollouts] == [("0", "1"), ("2", "3")]
@@ -109,7 +113,7 @@ def test_a_rollout_has_the_accelerators_that_share_its_samples(tmp_path: Path) -
 
 def test_devices_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(ValidationError, match="names 2 accelerators for 1 rollouts"):
-        StackOptions(rollout_devices=("0", "1"))
+        Pool(devices=("0", "1"))
     with pytest.raises(ValidationError, match="give each once"):
         StackOptions(trainer_devices=("0", "0"))
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from flowfleet.local.files import Watched
 from flowfleet.process.service import check_address
 from flowfleet.text_files import read_text
 
@@ -29,8 +30,7 @@ class StaticDirectory:
 
     def __init__(self, rewards: Mapping[str, str], file: Path | None = None) -> None:
         self._flags = dict(rewards)
-        self._file = file
-        self._seen: tuple[int, int] | None = None
+        self._file = None if file is None else Watched(file)
         self._listed: Mapping[str, str] = {}
 
     @property
@@ -40,15 +40,10 @@ class StaticDirectory:
 
     def _look(self) -> None:
         """The file wins over the flags."""
-        try:
-            stat = self._file.stat() if self._file is not None else None
-        except OSError:  # not written yet, or between two versions of it
+        if self._file is None or not self._file.has_changed():
             return
-        if self._file is None or stat is None or (seen := (stat.st_mtime_ns, stat.st_size)) == self._seen:
-            return
-        self._seen = seen
         try:
-            self._listed = addresses(tomllib.loads(read_text(self._file)), str(self._file))
+            self._listed = addresses(tomllib.loads(read_text(self._file.path)), str(self._file.path))
         except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
             log.error("rewards file not applied, its last valid content stays: %s", error)
 

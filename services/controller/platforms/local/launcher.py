@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.devices import DEVICES_FILE, Devices
 from flowfleet.local.files import read_own, write_atomically
 from flowfleet.process.commands import TRAINER, trainer_flags
 from flowfleet.process.forks import fork_environment
@@ -27,7 +28,6 @@ from flowfleet.process.forkserver import Order, start_ticks
 from flowfleet.process.logs import cap, rotate
 from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, THREADS, usable_cpus
 from flowfleet.rpc.kinds import job_accept, trainer_environment
-from services.controller.platforms.local.devices import Devices
 from services.controller.platforms.local.fork_server import TrainerForks
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LocalLauncher:
         self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = (), places: int = PLACES
     ) -> None:
         self._state_dir = state_dir.resolve()
-        self._table = Devices(self._state_dir / "devices.json", devices or tuple(map(str, range(places))))
+        self._table = Devices(self._state_dir / DEVICES_FILE, devices or tuple(map(str, range(places))))
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
@@ -68,7 +68,7 @@ class LocalLauncher:
         process = self._read(job_id)
         if process is None or not _is_running(process):
             await self.stop(job_id)
-            if problem := device_problem(spec, self._devices):
+            if problem := device_problem(spec, self._table.names if self._devices else ()):
                 raise ValueError(problem)
             process = await self._start(job_id, spec)
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -127,7 +127,7 @@ class LocalLauncher:
         port_file = self._directory / f"{job_id}.port"
         port_file.unlink(missing_ok=True)
         self._words(job_id).unlink(missing_ok=True)
-        at_once = max(spec.trainer.world_size, 1 if self._devices else self._table.count)
+        at_once = max(spec.trainer.world_size, 1 if self._devices else len(self._table.names))
         threads = spec.trainer.threads or max(1, usable_cpus() // at_once)
         devices = self._table.of.get(job_id, self._devices)[: spec.trainer.world_size] if self._devices else ()
         env = {**_environment(), **self._variables(job_id, threads), **show_only(devices)}

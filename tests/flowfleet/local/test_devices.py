@@ -1,4 +1,4 @@
-"""Devices of local trainers: each is one job's, also after the controller was restarted."""
+"""Devices of this machine: each is one owner's, also after the controller was restarted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controller.platforms.local.devices import Devices
+from flowfleet.local.devices import Devices, pool_owner
 
 NAMES = ("0", "1", "2", "3")
 
@@ -61,3 +61,33 @@ def test_a_table_that_cannot_be_read_or_names_other_devices_gives_none(tmp_path:
     devices = Devices(file, NAMES)
     assert devices.of == {}
     assert devices.take("a", 4) == ""
+
+
+def test_pools_take_devices_from_trainers_and_give_them_back(tmp_path: Path) -> None:
+    """Two processes share the table: the controller's launcher, and the supervisor with `flowfleet pools`."""
+    controller, supervisor = Devices(tmp_path / "devices.json", NAMES), Devices(tmp_path / "devices.json")
+    controller.take("job", 1)
+    supervisor.begin({pool_owner("default"): ["4", "5"], "reward pickscore": ["6"]}, trainers_take_more=True)
+    assert controller.of == {"job": ("0",)}
+    with supervisor.changing() as table:
+        table[pool_owner("large")] = ("2", "3")
+    assert controller.names == ("0", "1")
+    assert controller.take("second", 2) == "2 of the 2 places of trainers on this machine"
+    controller.keep_only([])
+    supervisor.release(pool_owner("large"))
+    supervisor.release(pool_owner("default"))
+    assert controller.names == (*NAMES, "4", "5")
+    assert controller.take("second", 6) == ""
+    with supervisor.changing() as table:
+        assert table["second"] == (*NAMES, "4", "5")
+
+
+def test_a_stack_that_starts_knows_of_no_pool_of_the_last_one_and_takes_no_device_twice(tmp_path: Path) -> None:
+    table = Devices(tmp_path / "devices.json", NAMES)
+    table.begin({pool_owner("gone"): ["7"]}, trainers_take_more=True)
+    for job_id in ("a", "b"):
+        table.take(job_id, 2)
+    table.begin({pool_owner("large"): ["2"], pool_owner("shares"): []}, trainers_take_more=False)
+    assert dict(table.table) == {"a": ("0", "1"), pool_owner("large"): ("2",)}
+    table.release(pool_owner("large"))
+    assert table.names == NAMES  # the operator chose them
