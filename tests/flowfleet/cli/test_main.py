@@ -227,11 +227,6 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["up", "--engine", "vllm", "--sequence-parallel-size", "2"], "give --engine diffusers"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
         (["up", "--pool", "a", "--pool", "a:dtype=bfloat16"], "pool a is given twice"),
-        (
-            ["up", "--pool", "a:devices=0-2", "--replicas", "2"],
-            "names 3 accelerators for 2 rollouts",
-        ),
-        (["pools", "add", "a:model=nowhere"], "model nowhere: there is no such folder"),
         (["pools", "add", "a", "--state-dir", "nowhere"], "on Kubernetes set `pools.a` in the chart's values"),
         (
             ["pools", "remove", "a", "--state-dir", "nowhere"],
