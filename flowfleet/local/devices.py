@@ -52,6 +52,11 @@ class Devices:
         return {owner: devices for owner, devices in table.items() if " " not in owner and names.issuperset(devices)}
 
     @property
+    def num_taken(self) -> int:
+        """Number of devices or places that jobs have."""
+        return sum(len(devices) for owner, devices in self.table.items() if " " not in owner)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Devices that trainers may have now."""
         lent = {name for owner, names in self.table.items() if " " in owner and owner != ADDED for name in names}

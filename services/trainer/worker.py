@@ -37,7 +37,7 @@ from services.trainer.checkpoints.checkpoints import Checkpoints
 from services.trainer.checkpoints.set_aside import kept_aside
 from services.trainer.commands import Command, Kind
 from services.trainer.export import About, export, model_bytes, write_model
-from services.trainer.model.engine import Engine
+from services.trainer.model.engine import Engine, num_threads
 from services.trainer.model.gather import Gather
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.record import Record
@@ -159,6 +159,7 @@ class Worker:
     def train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         """Applies the next step; what may fail by the fault of others comes before the first change."""
         job = self._configured(request.job_id)
+        torch.set_num_threads(num_threads(job.spec, self.ranks))
         timings = Timings()
         with timings("load_samples"), self.ranks.together():
             sample_keys = check_request(request, job.spec)

@@ -20,12 +20,13 @@ from torch import Tensor
 from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.devices import DEVICES_FILE, Devices
 from flowfleet.models.base import Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import family_of
 from flowfleet.models.trainable import blocks_of, require_trainable
 from flowfleet.planning.replicas import replicates
-from flowfleet.process.service import THREADS, usable_cpus
+from flowfleet.process.service import STATE_DIR, THREADS, usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.quantization import adapted, layers
 from flowfleet.seeds import derive_seed
@@ -281,8 +282,13 @@ def lora_spec(spec: JobSpec) -> LoraSpec:
 
 
 def num_threads(spec: JobSpec, ranks: Ranks) -> int:
-    """CPU threads of a thread that computes: as the job says, else the share of whoever started the trainer."""
-    return spec.trainer.threads or int(os.environ.get(THREADS) or max(1, usable_cpus() // ranks.world_size))
+    """CPU threads of a thread that computes: as the job says, else the share of whoever started the trainer. On one
+    machine ranks share out the CPUs among those that run now, unless the job is deterministic."""
+    share = int(os.environ.get(THREADS) or max(1, usable_cpus() // ranks.world_size))
+    if spec.trainer.threads or spec.trainer.deterministic or STATE_DIR not in os.environ:
+        return spec.trainer.threads or share
+    running = Devices(Path(os.environ[STATE_DIR]) / DEVICES_FILE).num_taken
+    return max(1, usable_cpus() // max(running, ranks.world_size)) if running else share
 
 
 def _set_threads(spec: JobSpec, ranks: Ranks) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.trainer.model.engine import Engine
+from flowfleet.local.devices import DEVICES_FILE, Devices
+from flowfleet.process.service import STATE_DIR, THREADS
+from services.trainer.model.engine import Engine, num_threads
 from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import make_spec
 
@@ -23,3 +25,24 @@ def test_branches_of_guidance_are_joined_where_ranks_are_independent_and_bits_do
     engine.shard()
     assert engine.adapter.joins_branches is joins
     assert engine.adapter.skips_branches  # on a rank alone
+
+
+def test_ranks_share_out_the_cpus_among_those_that_run_and_deterministic_jobs_have_a_fixed_share(
+    tiny_qwen_image: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(**trainer: Any) -> int:
+        return num_threads(make_spec(tiny_qwen_image, trainer={"threads": None, **trainer}), ranks)
+
+    monkeypatch.setattr("services.trainer.model.engine.usable_cpus", lambda: 8)
+    monkeypatch.setenv(THREADS, "2")  # of four places
+    assert threads(deterministic=False) == 2
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    assert threads(deterministic=False) == 2
+    table = Devices(tmp_path / DEVICES_FILE, "0123")
+    for count, job_id in enumerate("abcd", 1):
+        table.take(job_id, 1)
+        assert (threads(deterministic=False), threads()) == (8 // count, 2)
+    assert threads(deterministic=False, threads=3) == threads(threads=3) == 3
+    for job_id in "abc":
+        table.leave(job_id)
+    assert threads(deterministic=False) == 8
