@@ -3,6 +3,8 @@
     Generate, Validate, Publish    need the turn, except where the trainer's own ranks make all samples
     everything else                starts at once: training overlaps with the turns of other jobs
 
+Publish also waits for a running update, after which its version would not be the trainer's any more.
+
 While others wait, a turn covers what is published and validated, and the samples of one step.
 """
 
@@ -31,7 +33,8 @@ class Turn:
 
     def startable(self, wanted: Iterable[Command], running: Iterable[Command]) -> set[Command]:
         """Commands of `wanted` that may start with those that run. Takes the turn, or leaves it."""
-        commands = set(wanted)
+        trains = any(isinstance(command, TrainStep) for command in running)
+        commands = {command for command in wanted if not (trains and isinstance(command, Publish))}
         uses = set(filter(_uses_replicas, commands))
         busy = set(filter(_uses_replicas, running))
         if not self._needed or not (uses or busy or self.is_ours):
@@ -40,7 +43,6 @@ class Turn:
         if not others:
             self._step = None
         held_back = self._beyond(uses, busy) if others else set[Command]()
-        trains = any(isinstance(command, TrainStep) for command in running)
         if not busy and (not uses - held_back or not self._can_publish(others, trains)):
             self.leave()
             return commands - uses

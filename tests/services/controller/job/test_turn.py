@@ -68,6 +68,14 @@ def test_a_job_alone_starts_whatever_it_wants() -> None:
     assert jobs.start("a") == {Generate(0, (0,)), Generate(1, (0,))}
 
 
+def test_weights_are_published_before_or_after_an_update_not_during_it() -> None:
+    jobs = Jobs("a")
+    jobs.start("a")
+    jobs.apply("a", ev.Published(version=0), *sampled(0, 0), ev.ReplicaBehind())
+    assert Publish(0) in jobs.start("a", {Generate(1, (0,))})
+    assert Publish(0) not in jobs.start("a", {Generate(1, (0,)), TrainStep(0)})
+
+
 def test_the_second_waits_and_is_told_when_the_first_has_sampled_a_step() -> None:
     jobs = Jobs("a", "b")
     jobs.start("a")
