@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from services.controller.fleet.pool import RolloutPool
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.ledger import RolledBack
 from services.controller.job.machine.state_machine import Machine
+from services.controller.job.mending import Check, Mending
 from services.controller.job.trainer.client import JobTrainer
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
@@ -75,18 +76,22 @@ class JobContext(JobCore):
     reports: Reports
     memory: Memory
     pictures: Pictures
+    mending: Mending = field(default_factory=Mending)
 
     async def close(self) -> None:
         await self.reports.close()
-        await asyncio.gather(self.scoring.rewards.close(), self.trainer.close())
+        await asyncio.gather(self.scoring.rewards.close(), self.trainer.close(), self.mending.close())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfill a condition."""
         await self.changes.until(condition)
 
-    async def pause(self, reason: str) -> None:
-        """Pauses the job until the user resumes it; commands that are still wanted then start again."""
-        await self.emit(ev.PauseRequested(reason=reason), also=partial(self.store.jobs.hold, self.job_id))
+    async def pause(self, reason: str, until: Check | None = None) -> None:
+        """Pauses the job until `until` returns True, or else until the user resumes it; commands that are still wanted
+        then start again."""
+        self.mending.wait_for(until)
+        hold = None if until else partial(self.store.jobs.hold, self.job_id)
+        await self.emit(ev.PauseRequested(reason=reason), also=hold)
 
     def rewards(self, prompt: Prompt, step: int) -> Mapping[str, RewardPart]:
         """Rewards that score training samples of a prompt, as its source weighs them."""

@@ -15,7 +15,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, assert_never
 
 import grpc
@@ -44,6 +43,7 @@ from services.controller.job.machine.command import (
 from services.controller.job.machine.ledger import Also, Ledger
 from services.controller.job.machine.state import Status
 from services.controller.job.machine.state_machine import Machine
+from services.controller.job.mending import Check
 from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
 from services.controller.job.reporting.counts import ProgressTold, counts_of
@@ -64,8 +64,7 @@ AT_ONCE = 256
 """Commands of a kind that run at once for a step, besides two for each replica; more would only wait."""
 ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 """Codes of a call to a trainer that ends meanwhile: its termination message tells more."""
-INTAKE_COUNT = 256
-INTAKE_BLOCK_MS = 2000
+INTAKE_COUNT, INTAKE_BLOCK_MS = 256, 2000
 
 MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], Changes], JobContext]
 
@@ -364,7 +363,9 @@ class JobDriver:
             await self.emit(ev.PauseRequested())
         if revision > self.machine.rewards_number and not await self._change_rewards():
             return  # before the job is resumed, and open steps are no longer as the change wants them
-        if desired is Desired.RUNNING and paused:
+        if desired is Desired.PAUSED:
+            self.job.mending.wait_for(None)  # its user resumes it
+        if desired is Desired.RUNNING and paused and self.job.mending.is_over():
             self.job.scoring.rewards.reset()
             self.job.trainer.rewards.reset()
             await self.emit(ev.ResumeRequested())
@@ -398,16 +399,16 @@ class JobDriver:
         await self.emit(ev.TrainerLost())
 
     async def _look_at_memory(self) -> None:
-        """Pauses the job while Redis still has room for that; its user resumes it."""
+        """Pauses the job while Redis still has room for that, until it has more."""
         if reason := await self.job.memory.pause_reason():
-            await self._pause(reason)
+            await self._pause(reason, self.job.memory.has_room)
 
-    async def _pause(self, reason: str) -> None:
-        """Pauses the job until its user resumes it."""
+    async def _pause(self, reason: str, until: Check | None = None) -> None:
+        """Pauses the job as `JobContext.pause`."""
         if self.machine.finished or self.machine.state.status is Status.PAUSED:
             return
         log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
-        await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.jobs.hold, self.job.job_id))
+        await self.job.pause(reason, until)
 
     async def _change_rewards(self) -> bool:
         """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the
@@ -431,6 +432,7 @@ class JobDriver:
 
         change = ev.RewardsChanged(number=wish.number, set=asked, unscored=is_paused, open_steps=whole)
         await self.emit(change, also=also)
+        self.job.mending.wait_for(None)
         return True
 
     @property

@@ -61,7 +61,7 @@ class TrainingStep:
         try:
             await self._run(command)
         except RewardPause as pause:
-            await self.job.pause(str(pause))
+            await self.job.pause(str(pause), pause.until)
 
     async def _run(self, command: Command) -> None:
         match command:

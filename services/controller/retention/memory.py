@@ -38,8 +38,16 @@ class Memory:
             return ""
         return (
             f"Redis uses {share:.0%} of its memory, and above {self._keep.pause_above:.0%} running jobs pause: {ADVICE}"
-            ", then `flowfleet resume` the job"
+            f"; the job resumes by itself below {self._resumes_below:.0%}"
         )
+
+    async def has_room(self) -> bool:
+        """True if jobs that paused for memory may run again."""
+        return await self._look() <= self._resumes_below
+
+    @property
+    def _resumes_below(self) -> float:
+        return min(self._keep.refuse_above, self._keep.pause_above)
 
     async def room(self) -> int:
         """Bytes in use above which running jobs pause; 0 where Redis does not tell its limit."""

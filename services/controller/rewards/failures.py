@@ -1,5 +1,7 @@
 """Decides what a job does when a reward gives no scores: it tries again, or pauses."""
 
+from collections.abc import Awaitable, Callable
+
 import grpc
 
 from flowfleet.rewards import failures
@@ -24,7 +26,12 @@ class RewardPending(WaitedInVain):
 
 
 class RewardPause(Exception):
-    """The job must pause because a reward failed for too long. The message is the job's reason."""
+    """The job must pause because a reward failed for too long. The message is the job's reason. `until` asks the reward
+    again: True once it answers; None where a user must change something first."""
+
+    def __init__(self, reason: str, until: Callable[[], Awaitable[bool]] | None = None) -> None:
+        super().__init__(reason)
+        self.until = until
 
 
 def of_call(
@@ -38,13 +45,17 @@ def of_call(
     )
 
 
-def why_failed(name: str, failure: RewardFailure, waited_s: float | None, is_away: bool) -> str:
-    """Why a job pauses for a reward that failed: at once (None), or for so long, on all samples or on the same ones."""
+def why_failed(
+    name: str, failure: RewardFailure, waited_s: float | None, is_away: bool, *, by_itself: bool = False
+) -> str:
+    """Why a job pauses for a reward that failed: at once (None), or for so long, on all samples or on the same ones.
+    `by_itself`: the job resumes when the reward answers."""
     of_what = "" if is_away else " on the same samples, while others were scored"
     waited = "" if waited_s is None else f" It failed for timeouts.rewards_s = {waited_s:g} s{of_what}."
+    then = "the job then resumes by itself" if by_itself else "then resume the job"
     return (
         f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right (a file of '
-        f"`flowfleet up`: `flowfleet rewards reload {name}`), then resume the job; its samples are kept and "
+        f"`flowfleet up`: `flowfleet rewards reload {name}`), {then}; its samples are kept and "
         "asked for again"
     )
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
@@ -36,6 +37,7 @@ MAX_CAUSE = 300
 """Characters of a cause that are kept."""
 Samples = Sequence[EncodedSample]
 Fetch = Callable[[], Awaitable[Samples]]
+Check = Callable[[], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ class _Fetched:
     """Samples that all rewards share, fetched when the first of them is asked."""
 
     def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
+        self.fetch = fetch
         self._lock = asyncio.Lock()
         self._samples: Samples | None = None
 
     async def samples(self) -> Samples:
         async with self._lock:
             if self._samples is None:
-                self._samples = await self._fetch()
+                self._samples = await self.fetch()
             return self._samples
 
 
@@ -215,7 +217,7 @@ class JobRewards:
             self._calls.failed(name)
             if not self._is_current(attempt):
                 raise
-            self._failed(name, part, count, attempt, failure)
+            self._failed(name, part, count, attempt, failure, partial(self._works, name, part, fetched.fetch))
             return None
         check = self._changed_file
         if check and (changed := await check(name, part.service_of(name), answers.values())):
@@ -237,25 +239,38 @@ class JobRewards:
         if part.on_failure == "pause":
             self._pause(name, count, why_pending(name, why, self._pending_s))
 
-    def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
-        """Raises the failure while the job waits for the reward, RewardPause if the job must pause. It is given
-        up for all samples where it scores none; else these alone go without."""
+    async def _works(self, name: str, part: RewardPart, fetch: Fetch) -> bool:
+        """True if the reward scores the samples, or fails in a way that waiting does not mend."""
+        try:
+            await self.ask(name, part, await fetch())
+        except RewardFailure as failure:
+            return failure.permanent and not failure.may_heal
+        return True
+
+    def _failed(
+        self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure, works: Check
+    ) -> None:
+        """Raises the failure while the job waits for the reward, RewardPause if the job must pause: until it `works`,
+        where it scores no sample. It is then given up for all samples; else these alone go without."""
         now, outage = self._clock(), self._outages[name, part.service_of(name)]
         since = outage.failed(attempt.started, str(failure))
         attempt.failures[name] = attempt.failures.get(name, 0) + 1
         is_away = now - since >= self._patience_s
         is_over = is_away or now - attempt.started >= self._patience_s
-        if part.on_failure == "pause" and (is_over or (failure.permanent and not failure.may_heal)):
-            self._pause(name, count, why_failed(name, failure, self._patience_s if is_over else None, is_away))
+        is_final = failure.permanent and not failure.may_heal
+        if part.on_failure == "pause" and (is_over or is_final):
+            heals, waited_s = is_away and not is_final, self._patience_s if is_over else None
+            why = why_failed(name, failure, waited_s, is_away, by_itself=heals)
+            self._pause(name, count, why, works if heals else None)
         if not is_over:
             raise failure
         if is_away:
             outage.give_up(now)
 
-    def _pause(self, name: str, count: int, reason: str) -> NoReturn:
+    def _pause(self, name: str, count: int, reason: str, until: Check | None = None) -> NoReturn:
         self.reset()
         self._calls.gave_up(name, "pause", count)
-        raise RewardPause(reason)
+        raise RewardPause(reason, until)
 
     def _cause(
         self,

@@ -16,6 +16,7 @@ from flowfleet.api.jobs import JobStatus
 from flowfleet.errors import Full
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
+from services.controller.job import mending
 from services.controller.retention import keeper
 from services.controller.retention.keep import Keep
 from services.controller.retention.memory import Memory
@@ -147,19 +148,19 @@ def by_index(sample: Any) -> float:
 
 
 async def test_running_jobs_pause_above_the_higher_watermark(
-    redis_url: str, tmp_path: Path, tiny: dict[str, Any]
+    redis_url: str, tmp_path: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mending, "EVERY_S", 0.1)
     async with scripted_fleet(
         redis_url, tmp_path / "state", {"ocr": ScriptedReward(by_index)}, keep=NOTHING_FITS
     ) as fleet:
         record = await fleet.submit(tiny)
         async with asyncio.timeout(20):
             record = await fleet.reached(record.id, lambda job: job.status is JobStatus.PAUSED)
-        assert record.desired == "paused"
+        assert record.desired == "running"
         assert "running jobs pause" in record.reason
-        assert "flowfleet resume" in record.reason
+        assert "resumes by itself below 0%" in record.reason
         fleet.runner._memory._keep = fleet.runner._keeper._keep = Keep()  # somebody made room
-        await fleet.store.jobs.request(record.id, "resume")
         async with asyncio.timeout(20):
             record = await fleet.ended(record.id)
         assert (record.status, record.progress.samples_trained) == (JobStatus.SUCCEEDED, 4)
@@ -194,6 +195,8 @@ async def soak(
             if number in (first, jobs):
                 await until(partial(ended, f"job {record.id}"))
                 seen.append(await settled(fleet))
+            elif number % keep == 0:  # it removes at most half of the jobs at once
+                await fleet.runner._keeper.look()
         assert len(await fleet.store.removal.ended()) == keep
     return seen
 

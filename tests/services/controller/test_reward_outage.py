@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flowfleet.api.jobs import JobStatus
+from services.controller.job import mending
 from services.controller.rewards import outages
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 from tests.waiting import until
@@ -25,6 +26,7 @@ Run = Callable[..., AbstractAsyncContextManager[tuple[ScriptedFleet, dict[str, A
 def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Starts a fleet; gives it with a job of two steps and two rewards, `ocr` and `quality`."""
     monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(mending, "EVERY_S", 0.1)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\n")
 
@@ -53,7 +55,7 @@ async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
     return (await fleet.store.samples.page(job_id, purpose="train", limit=50))[0]
 
 
-async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Run) -> None:
+async def test_the_job_pauses_and_goes_on_when_the_reward_scores_again(run: Run) -> None:
     async with run() as (fleet, job):
         del job["data"]["validation"]
         fleet.rewards["ocr"].fails_after = 1  # in the middle of the first step
@@ -62,14 +64,43 @@ async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Run) -> None:
         assert "rewards.ocr: service 'ocr' at " in record.reason
         assert "out of memory" in record.reason
         assert 'rewards.ocr.on_failure = "pause"' in record.reason
+        assert "the job then resumes by itself" in record.reason
+        failed = fleet.rewards["ocr"].failed
+        await until(lambda: fleet.rewards["ocr"].failed >= failed + 2)  # it answers Describe, but does not score
+        assert await fleet.store.jobs.status(record.id) is JobStatus.PAUSED
         fleet.rewards["ocr"].fails_after = None
-        await fleet.store.jobs.request(record.id, "resume")
-        await fleet.runner.notify()
         record = await fleet.succeeded(record.id)
         assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
         assert [request.step for request in fleet.trainer.steps] == [0, 1]
         for sample in await training_samples(fleet, record.id):
             assert sample.versions == {"ocr": "ocr 7", "quality": "quality 7"}
+
+
+async def test_its_user_pauses_and_resumes_it_meanwhile(run: Run) -> None:
+    async with run() as (fleet, job):
+        del job["data"]["validation"]
+        fleet.rewards["ocr"].fails_after = 1
+        record = await fleet.submit(job)
+        await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        await fleet.store.jobs.request(record.id, "pause")
+        await asyncio.sleep(1.0)  # it hears of that
+        fleet.rewards["ocr"].fails_after, failed = None, fleet.rewards["ocr"].failed
+        await asyncio.sleep(1.0)
+        assert await fleet.store.jobs.status(record.id) is JobStatus.PAUSED, "its user's pause ends by its user alone"
+        assert fleet.rewards["ocr"].failed == failed
+        await fleet.store.jobs.request(record.id, "resume")
+        assert (await fleet.succeeded(record.id)).results["samples_trained"] == 16
+
+
+async def test_the_next_job_runs_meanwhile(run: Run) -> None:
+    async with run() as (fleet, job):
+        del job["data"]["validation"]
+        fleet.rewards["ocr"].fails_after = 1
+        first = await fleet.submit(job | {"pause": {"release_s": 0}})
+        await fleet.reached(first.id, lambda record: record.status is JobStatus.PAUSED)
+        assert (await fleet.run(job | {"rewards": {"quality": {}}})).status is JobStatus.SUCCEEDED
+        fleet.rewards["ocr"].fails_after = None
+        assert (await fleet.succeeded(first.id)).results["samples_trained"] == 16
 
 
 async def test_the_job_goes_on_without_it(run: Run) -> None:

@@ -52,7 +52,7 @@ async def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
             with pytest.raises(RewardFailure):
                 await fleet.score(rewards, 0, samples("a"))
             fleet.now += PATIENCE_S
-            with pytest.raises(RewardPause, match=r"timeouts.rewards_s = 100 s.*on_failure.*resume the job"):
+            with pytest.raises(RewardPause, match=r"timeouts.rewards_s = 100 s.*on_failure.*resumes by itself"):
                 await fleet.score(rewards, 0, samples("a"))
         bad.code = None
         assert (await fleet.score(rewards, 0, samples("a")))["a"].score == 1.0
