@@ -396,6 +396,7 @@ class ModelSpec(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """directory of a diffusers pipeline, or of a transformers model that writes text"""
     dtype: _builtins.str
@@ -410,6 +411,8 @@ class ModelSpec(_message.Message):
     """tokens of the longest text encoder; 0: the family's default"""
     fingerprint: _builtins.str
     """of the folder when the job began; another one is refused. Empty: not compared"""
+    threads: _builtins.int
+    """CPU threads that compute, the trainer's where both round alike; 0: the replica's own"""
     def __init__(
         self,
         *,
@@ -420,10 +423,11 @@ class ModelSpec(_message.Message):
         quantization: _builtins.str = ...,
         max_sequence_length: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        threads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "fingerprint", b"fingerprint", "load_format", b"load_format", "max_sequence_length", b"max_sequence_length", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "fingerprint", b"fingerprint", "load_format", b"load_format", "max_sequence_length", b"max_sequence_length", "path", b"path", "quantization", b"quantization", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

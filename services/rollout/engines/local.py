@@ -53,7 +53,7 @@ class ThreadedEngine(RolloutEngine):
         self._lora: LoraSpec | None = None
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
-        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
+        await self._run(self.pulse.work("prepare", patient=True), self._prepare_with, model, lora)
 
     async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
         await self._run(self.pulse.work("adapter"), self._load_adapter, state)
@@ -99,10 +99,15 @@ class ThreadedEngine(RolloutEngine):
             )
 
     def _set_up_thread(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        self._own_threads = self._threads or torch.get_num_threads()
+        torch.set_num_threads(self._own_threads)
         if self.device.index is not None:
             devices.bind(self.device)
+
+    def _prepare_with(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        """Another number of threads needs no other model."""
+        torch.set_num_threads(model.threads or self._own_threads)
+        self._prepare(without_threads(model), lora)
 
     @abstractmethod
     def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None: ...
@@ -272,6 +277,13 @@ def receive_into(
 def load_format(model: ModelSpec) -> LoadFormat:
     """Where the weights of a model come from."""
     return "dummy" if model.load_format == "dummy" else "safetensors"
+
+
+def without_threads(model: ModelSpec) -> ModelSpec:
+    """The model itself, whatever computes with it."""
+    bare = copied(model)
+    bare.ClearField("threads")
+    return bare
 
 
 def copied(message: T) -> T:

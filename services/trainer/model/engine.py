@@ -258,9 +258,9 @@ def _family(spec: JobSpec, path: str | Path) -> Any:
     return family_of(path).load(writes_tokens=spec.writes_tokens)
 
 
-def model_spec(spec: JobSpec, fingerprint: str = "") -> ModelSpec:
-    """Returns the model that replicas load; its folder had this fingerprint. Settings at their default are left out, so
-    that a replica that loaded the same folder at its start needs no second load."""
+def model_spec(spec: JobSpec, fingerprint: str = "", threads: int = 0) -> ModelSpec:
+    """Returns the model that replicas load; its folder had this fingerprint. `threads`: `shared_threads`. Settings at
+    their default are left out, so that a replica that loaded the same folder at its start needs no second load."""
     model, rollout = spec.model, spec.rollout
     is_usual = model.max_sequence_length == _family(spec, model.path).max_sequence_length
     return ModelSpec(
@@ -271,6 +271,7 @@ def model_spec(spec: JobSpec, fingerprint: str = "") -> ModelSpec:
         quantization="fp8_base" if model.base == "fp8" else "fp8" if rollout.has_fp8_copies else "",
         max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
         fingerprint=fingerprint,
+        threads=threads,
     )
 
 
@@ -289,6 +290,11 @@ def num_threads(spec: JobSpec, ranks: Ranks) -> int:
         return spec.trainer.threads or share
     running = Devices(Path(os.environ[STATE_DIR]) / DEVICES_FILE).num_taken
     return max(1, usable_cpus() // max(running, ranks.world_size)) if running else share
+
+
+def shared_threads(spec: JobSpec, ranks: Ranks) -> int:
+    """CPU threads that replicas must compute with as well, so that both round alike; 0: any number."""
+    return num_threads(spec, ranks) if spec.trainer.deterministic and not devices.is_accelerator(ranks.device) else 0
 
 
 def _set_threads(spec: JobSpec, ranks: Ranks) -> None:

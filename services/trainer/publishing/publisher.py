@@ -19,6 +19,7 @@ from flowfleet.errors import Conflict
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.trainer_pb2 import PublishResult, PublishWeightsRequest, PublishWeightsResponse
 from services.trainer.commands import Command, Kind
+from services.trainer.model.engine import shared_threads
 from services.trainer.publishing.broadcast import Broadcaster
 from services.trainer.publishing.replicas import ReplicaClient, failures, messages
 from services.trainer.runner import Runner
@@ -45,7 +46,8 @@ class Publisher:
         assert job is not None, "the service checked"
         deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
         model = job.inputs.get("model.path", "")
-        clients = [ReplicaClient(replica, deadline, attempt, model) for replica in request.replicas]
+        threads = shared_threads(job.spec, self._worker.ranks)
+        clients = [ReplicaClient(replica, deadline, attempt, model, threads) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
         ours, others = _own(job, [client for client in clients if client.replica_id not in failed])
         by_blob = job.engine.is_lora and self._broadcaster.backend(others) == "gloo"

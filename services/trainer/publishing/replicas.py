@@ -31,8 +31,10 @@ class ReplicaFailure(Exception):
 class ReplicaClient:
     """Client of one replica, usable until `deadline` (time.monotonic). Each method raises ReplicaFailure."""
 
-    def __init__(self, replica: Replica, deadline: float, attempt: int = 0, fingerprint: str = "") -> None:
-        """`fingerprint`: of the model's folder when the job began."""
+    def __init__(
+        self, replica: Replica, deadline: float, attempt: int = 0, fingerprint: str = "", threads: int = 0
+    ) -> None:
+        """`fingerprint`: of the model's folder when the job began; `threads`: as in ModelSpec."""
         self.replica_id = replica.replica_id
         self.last_status = rollout_pb2.RolloutStatus()
         self.drain_s = 0.0
@@ -41,7 +43,7 @@ class ReplicaClient:
         """Time at which the replica first stood still for the update (time.monotonic)."""
         self.verified_at: float | None = None
         self._deadline = deadline
-        self._attempt, self._fingerprint = attempt, fingerprint
+        self._attempt, self._fingerprint, self._threads = attempt, fingerprint, threads
         self._channel = rpc.open_channel(replica.address)
         self._stub: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
 
@@ -57,7 +59,7 @@ class ReplicaClient:
         self, job_id: str, spec: JobSpec, group: rollout_pb2.TransferGroup | None = None
     ) -> rollout_pb2.InitWeightTransferResponse:
         """Binds it to the job; with a group, joins that."""
-        model = model_spec(spec, self._fingerprint)
+        model = model_spec(spec, self._fingerprint, self._threads)
         lora = lora_spec(spec) if spec.trainer.mode == "lora" else None
         request = rollout_pb2.InitWeightTransferRequest(
             job_id=job_id, model=model, lora=lora, group=group, attempt=self._attempt

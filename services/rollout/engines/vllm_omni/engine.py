@@ -24,7 +24,7 @@ from flowfleet.weights import weights
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import check_request, load_of
-from services.rollout.engines.local import copied
+from services.rollout.engines.local import copied, without_threads
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, batches
 from services.rollout.engines.vllm_omni import launch
@@ -77,6 +77,7 @@ class VllmOmniEngine(RolloutEngine):
         """True if the transformers hold the model's own weights, False if they hold trained ones."""
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        model = without_threads(model)  # its workers keep their own
         if self._model != model:
             await self._start(model)
         if self._lora == lora and self._is_base_live:
