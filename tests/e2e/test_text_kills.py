@@ -14,7 +14,7 @@ from tests.e2e.test_kills import curve, kill_controller, kill_redis, kill_rollou
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
-model, fleet, text_job = text.model, text.fleet, text.text_job
+model, reward, fleet, text_job = text.model, text.reward, text.fleet, text.text_job
 
 
 @pytest.fixture(scope="module")
