@@ -42,7 +42,7 @@ async def running(group: Group, tmp_path: Path) -> AsyncIterator[tuple[ScriptedF
         "schedule": {"steps": STEPS, "save_every": 10, "keep_last": 1},
     }
     rewards = {"ocr": ScriptedReward(lambda sample: int(sample.sample_id.rpartition("/")[2]) / 4)}
-    async with scripted_fleet(group.url, tmp_path / "state", rewards, redis_acks=1) as fleet, asyncio.timeout(60):
+    async with scripted_fleet(group.url, tmp_path / "state", rewards, redis_acks=1) as fleet, asyncio.timeout(150):
         record = await fleet.submit(job)
         await fleet.reached(record.id, lambda now: now.progress.step >= 3)
         yield fleet, record.id
