@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowfleet.hardware import drivers
+from flowfleet.hardware.cards import card_of
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +29,10 @@ _NCCL_LIVES_ON = {
 }
 """Read by ProcessGroupNCCL when it is made. The group of a trainer's own ranks keeps torch's defaults."""
 
-_PEAK_FLOPS = {
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "910B": 376e12,
-}
-"""Part of a device's name to its peak; the first that fits."""
+CONTEXT_BYTES = 2**29 + 2**27
+"""Memory that a process's context takes of an accelerator, about."""
+_LIMIT_BYTES = int(float(os.environ.get("FLOWFLEET_DEVICE_GIB") or 2**20) * 2**30)
+"""Memory of an accelerator that each process may take, its context included."""
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -70,6 +64,8 @@ def bind(device: torch.device) -> None:
     """Makes it the calling thread's current device. Every thread that computes needs it."""
     if is_accelerator(device):
         _of(device).set_device(device)
+        if (total := int(_of(device).get_device_properties(device).total_memory)) > _LIMIT_BYTES:
+            _of(device).set_per_process_memory_fraction((_LIMIT_BYTES - CONTEXT_BYTES) / total, device)
 
 
 def bound(device: torch.device) -> AbstractContextManager[None]:
@@ -104,17 +100,29 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of an accelerator as a whole; None on the CPU."""
-    return int(_of(device).get_device_properties(device).total_memory) if is_accelerator(device) else None
+    """Memory of an accelerator as a whole, or as much of it as `FLOWFLEET_DEVICE_GIB` allows; None on the CPU."""
+    if not is_accelerator(device):
+        return None
+    return min(int(_of(device).get_device_properties(device).total_memory), _LIMIT_BYTES)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of an accelerator that this process can still take, what torch holds without need included; None on the
+    CPU."""
+    if not is_accelerator(device):
+        return None
+    module = _of(device)
+    held, allowed = int(module.memory_reserved(device)), int(module.mem_get_info(device)[0])
+    return min(allowed + held, _LIMIT_BYTES - CONTEXT_BYTES) - int(module.memory_allocated(device))
 
 
 def peak_flops(device: torch.device) -> float | None:
     """FLOP/s that the maker states for dense products of bf16 (Ascend: fp16) matrices; None for a device that is not in
-    `_PEAK_FLOPS`."""
+    `CARDS`."""
     if not is_accelerator(device):
         return None
-    name = str(_of(device).get_device_name(device))
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    card = card_of(str(_of(device).get_device_name(device)))
+    return None if card is None else card.peak_flops
 
 
 def has_fused_optimizer(device: torch.device) -> bool:
@@ -135,6 +143,17 @@ def has_fp8(device: torch.device) -> bool:
 def has_grouped_fp8(device: torch.device) -> bool:
     """Returns True if torch multiplies rows of many experts in one float8 product on the device."""
     return has_fp8(device) and _of(device).get_device_capability(device) >= (9, 0)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Returns True if sequences of kernels can be captured and replayed on the device; `FLOWFLEET_GRAPHS=off` has all
+    launched."""
+    return device.type == "cuda" and torch.version.hip is None and os.environ.get("FLOWFLEET_GRAPHS") != "off"
+
+
+def captures_updates() -> bool:
+    """Returns True if forwards with gradient are captured as well: by `FLOWFLEET_GRAPHS=all`."""
+    return os.environ.get("FLOWFLEET_GRAPHS") == "all"
 
 
 def has_triton(device: torch.device) -> bool:

@@ -56,7 +56,13 @@ def test_generator_states_come_back() -> None:
         ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("Ascend910B3", 376e12),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H20", 148e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GeForce GTX 1080", None),
     ],
 )
 def test_a_peak_is_known_by_the_devices_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
