@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowfleet.models import branches
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.level_tables import LevelLayers, table_of
 from flowfleet.models.loading import (
     ALL_COMPONENTS,
     USUAL_PARTS,
@@ -85,6 +86,9 @@ class ModelAdapter(ABC):
     layout. Such a family overrides `_load`, and needs neither `pipeline_class` nor `vae_class`."""
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the family makes in `_load`, and diffusers does not."""
+    level_layers: ClassVar[LevelLayers | None] = None
+    """Layers that read the noise level alone, where a float8 base can hold a table of their outputs; the family's
+    `_predict` gives the transformer its rows then."""
     sequence_patch: ClassVar[int | None] = None
     """Latent positions of one token, where several devices can share a sample's tokens (sequence parallelism); None:
     they cannot."""
@@ -99,6 +103,8 @@ class ModelAdapter(ABC):
     """Tokens of a prompt in the longest text encoder, as diffusers' pipelines name it; a family with such a limit gives
     its default here and heeds what `limit_tokens` puts in its place. None: prompts keep their own length."""
 
+    levels: Tensor
+    """Noise levels of the newest `velocity`, as they were given."""
     dtype: torch.dtype
     """Data type that the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
@@ -249,7 +255,7 @@ class ModelAdapter(ABC):
             guidance: see `Guidance`.
             negative: 1 or B rows; needed if guided, unused if not.
         """
-        expert = self.expert(timestep)
+        expert, self.levels = self.expert(timestep), timestep
         timesteps = timestep.to(latents.device, torch.float32).expand(len(latents))
         prompts = prompts.rows(len(latents))
         if not guidance.is_on:
@@ -265,6 +271,12 @@ class ModelAdapter(ABC):
         if inside is None or bool(inside.all()):
             return guided
         return torch.where(inside.to(guided.device).reshape(-1, *(1,) * (guided.ndim - 1)), guided, positive)
+
+    def expect_levels(self, timesteps: Tensor) -> None:
+        """Prepares for noise levels that `velocity` will be asked for, where a table needs them; others cost more."""
+        for expert in self.experts.values():
+            if (table := table_of(expert)) is not None:
+                table.expect(timesteps)
 
     @abstractmethod
     def _predict(

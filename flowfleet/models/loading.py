@@ -100,15 +100,17 @@ def load_pipeline(
     return pipeline
 
 
-def fill_dummy(module: nn.Module, component: str, device: torch.device | str) -> None:
+def fill_dummy(
+    module: nn.Module, component: str, device: torch.device | str, *, held_on: torch.device | str | None = None
+) -> None:
     """Gives a model of `empty_component`, or what of it is on the meta device, its dummy parameters, one after the
-    other, on `device`."""
+    other, drawn on `device` and held there or on another."""
     for prefix, owner in module.named_modules():
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 name = ".".join(filter(None, (component, prefix, leaf)))
                 drawn = dummy_parameter(name, parameter.shape, parameter.dtype, device)
-                owner._parameters[leaf] = nn.Parameter(drawn, requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(drawn.to(held_on or device), requires_grad=False)
     tie = getattr(module, "tie_weights", None)
     if tie is not None:
         tie()

@@ -57,7 +57,7 @@ def _ranks(spec: JobSpec) -> list[Change]:
 
 
 def _rollout(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
-    memory = rollout_memory(spec, facts)
+    memory = rollout_memory(spec, facts, limit + RESERVE)
     if memory.peak <= limit:
         return
     fixed = memory.peak - memory.parts["activations"]

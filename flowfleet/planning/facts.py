@@ -42,6 +42,8 @@ class Facts:
     """Weights of linears that fp8 rollouts have copies of, and an fp8 base holds in place of others."""
     fp8_experts: int
     """Weights of a mixture's experts that an fp8 base holds in float8."""
+    tabled: int
+    """Weights of layers that read the noise level alone, which an fp8 base has tables in place of."""
     merged_bytes: int
     """Weights that have an adapter, in the model's dtype: rollouts with a merged adapter have copies of them."""
     text_encoder_bytes: int
@@ -81,6 +83,8 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     decode_bytes, decode_flops = _decoding(skeleton, spec)
     gradient_bytes = _decoding_with_gradient(skeleton, spec) if spec.trains_on_gradients else 0
     flops = count_model(skeleton, spec)
+    targets = spec.trainer.lora.target_modules or skeleton.lora_targets
+    tabled = sum(_tabled(skeleton, module, targets) for module in experts.values())
     if spec.trainer.mode == "full":
         expert.requires_grad_(True)
     with shortened(expert) as stands_for:
@@ -98,6 +102,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         outside=_numel(expert.parameters()) - _numel({*chain(*(block.parameters() for block in inner[0]))}),
         fp8=fp8,
         fp8_experts=fp8_experts,
+        tabled=tabled,
         merged_bytes=merged,
         text_encoder_bytes=_part_bytes(skeleton, "text_encoder"),
         vae_bytes=_part_bytes(skeleton, "vae"),
@@ -185,6 +190,13 @@ def _adapted_bytes(module: nn.Module) -> int:
 
 def _quantized(expert: nn.Module) -> Iterable[Tensor]:
     return (cast(Tensor, linear.weight) for linear in large_linears(blocks(expert)))
+
+
+def _tabled(skeleton: ModelAdapter, expert: nn.Module, targets: Iterable[str]) -> int:
+    layers = skeleton.level_layers
+    if layers is None or not layers.fit(expert, targets):
+        return 0
+    return sum(_numel(expert.get_submodule(name).parameters()) for name in layers.names(expert))
 
 
 def _part_bytes(skeleton: ModelAdapter, component: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.branches import LARGE
 from flowfleet.planning.facts import Facts
-from flowfleet.planning.replicas import replicates
+from flowfleet.planning.replicas import STREAMED, keeps_encoder, replicates
 from flowfleet.planning.storage import FP32, num_rounds
 
 GIB = 2**30
@@ -67,9 +67,12 @@ def item_bytes(spec: JobSpec) -> int:
 
 
 def base_bytes(spec: JobSpec, facts: Facts) -> float:
-    """The transformers, without an adapter: of an fp8 base large linears and experts have a byte an element."""
-    quantized = facts.fp8 + facts.fp8_experts if spec.model.base == "fp8" else 0
-    return float((facts.params - quantized) * item_bytes(spec) + quantized)
+    """The transformers, without an adapter: of an fp8 base large linears and experts have a byte an element, and layers
+    with a table none."""
+    if spec.model.base == "plain":
+        return float(facts.params * item_bytes(spec))
+    quantized = facts.fp8 + facts.fp8_experts
+    return float((facts.params - facts.tabled - quantized) * item_bytes(spec) + quantized)
 
 
 def passes(spec: JobSpec) -> int:
@@ -100,10 +103,12 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     forward = _forward(spec, facts, micro, is_whole=is_whole)
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
     gradients = FP32 * facts.trained / ranks
-    replica = _replica(spec, facts) if part.samples != "no" else {}
+    held = base_bytes(spec, facts) / ranks, FP32 * facts.trained / ranks
+    free = None if device_bytes is None else device_bytes - sum(held)
+    replica = _replica(spec, facts, free, device_bytes) if part.samples != "no" else {}
     parts = {
-        "frozen base": base_bytes(spec, facts) / ranks if is_lora else 0.0,
-        "masters": FP32 * facts.trained / ranks,
+        "frozen base": held[0] if is_lora else 0.0,
+        "masters": held[1],
         "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
         "gradients": gradients,
         "gradients, whole": (item if is_whole else FP32) * facts.trained if is_lora else 0.0,
@@ -140,23 +145,29 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     )
 
 
-def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
+def rollout_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = None) -> RolloutMemory:
     """Predicts memory with the transformer, text encoder and VAE on one device, as the diffusers engine places them.
-    Nothing where the trainer alone samples."""
-    parts = _replica(spec, facts) if spec.trainer.samples != "only" else {}
+    Nothing where the trainer alone samples. `device_bytes`: the device's, which decides where the text encoder lies;
+    None: there."""
+    free = None if device_bytes is None else device_bytes - base_bytes(spec, facts)
+    parts = _replica(spec, facts, free, device_bytes) if spec.trainer.samples != "only" else {}
     return RolloutMemory({name: size for name, size in parts.items() if size})
 
 
-def _replica(spec: JobSpec, facts: Facts) -> dict[str, float]:
-    item = item_bytes(spec)
+def _replica(spec: JobSpec, facts: Facts, free: float | None, device_bytes: float | None) -> dict[str, float]:
+    item, encoder = item_bytes(spec), float(facts.text_encoder_bytes)
+    if free is None or device_bytes is None or keeps_encoder(free - RESERVE, encoder, device_bytes):
+        kept, streamed = encoder, 0.0
+    else:
+        kept, streamed = 0.0, STREAMED * encoder
     return {
         "transformer": base_bytes(spec, facts),
         "adapter": float(facts.trained * item) if spec.trainer.mode == "lora" else 0.0,
-        "text encoder": float(facts.text_encoder_bytes),
+        "text encoder": kept,
         "VAE": float(facts.vae_bytes),
         "merged weights": _merged_bytes(spec, facts) if spec.rollout.adapter == "merged" else 0.0,
         "fp8 copies": float(facts.fp8) if spec.rollout.has_fp8_copies else 0.0,
-        "activations": float(max(facts.sampling_bytes, facts.decode_bytes)),
+        "activations": float(max(facts.sampling_bytes, facts.decode_bytes, streamed)),
     }
 
 

@@ -128,7 +128,7 @@ def predict(
         params=facts.params,
         trained=facts.trained,
         trainer=trainer_memory(spec, facts, device),
-        rollout=rollout_memory(spec, facts),
+        rollout=rollout_memory(spec, facts, device),
         work=work(spec, facts, text_tokens),
         storage=stored,
         held_steps=held_steps(spec),

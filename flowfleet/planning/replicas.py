@@ -23,3 +23,20 @@ def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> 
         return True
     fits = device_bytes is None or base_bytes <= MOST_OF_DEVICE * device_bytes
     return part.sharding == "auto" and fits
+
+
+ROOM_FOR_SAMPLES = 0.25
+"""Share of a device's memory that must be free next to all weights, else the text encoder lies in host memory."""
+STREAMED = 0.2
+"""Share of such a text encoder that is on the device at once, at most."""
+
+
+def keeps_encoder(free_bytes: float, weight_bytes: float, device_bytes: float) -> bool:
+    """Returns True if a replica's text encoder stays on its device.
+
+    Args:
+        free_bytes: of the device, before the weights are there.
+        weight_bytes: of text encoder and transformers that are yet to come.
+        device_bytes: of the whole device.
+    """
+    return free_bytes - weight_bytes >= ROOM_FOR_SAMPLES * device_bytes

@@ -3,6 +3,7 @@
 Latents travel packed, as the transformer takes them: (B, T, 4Z) with T = (H/16)(W/16) tokens of 2x2 latent pixels.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from flowfleet.models.base import ModelAdapter, Schedule, seeded_noise, to_pixel
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
 from flowfleet.models.families.qwen_image_block import use_fused_blocks
+from flowfleet.models.level_tables import LevelLayers, LevelTable, table_of
 from flowfleet.models.packing import PATCH, pack, token_grid, unpack
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
@@ -30,6 +32,9 @@ class QwenImageAdapter(ModelAdapter):
     pipeline_class: ClassVar[Any] = QwenImagePipeline
     vae_class = AutoencoderKLQwenImage
     cuts_padding = True
+    level_layers: ClassVar[LevelLayers | None] = LevelLayers(
+        "time_text_embed", re.compile(r"transformer_blocks\.\d+\.(img|txt)_mod\.1|norm_out\.linear")
+    )
     lora_targets = (
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
@@ -79,7 +84,11 @@ class QwenImageAdapter(ModelAdapter):
         self, expert: Any, tokens: Tensor, timesteps: Tensor, prompts: PromptEmbeds, grids: Sequence[tuple[int, int]]
     ) -> Tensor:
         """The transformer's output (B, T, 4Z) float32 for tokens (B, T, 4Z) of pictures with these rows and columns."""
-        attention = {} if prompts.half_widths is None else {"attention_kwargs": {"half_widths": prompts.half_widths}}
+        special: dict[str, Any] = {}
+        if prompts.half_widths is not None:
+            special["attention_kwargs"] = {"half_widths": prompts.half_widths}
+        if (table := table_of(expert)) is not None:
+            special["additional_t_cond"] = self._rows(expert, table, len(tokens))
         output: Tensor = expert(
             hidden_states=tokens.to(self.dtype),
             timestep=timesteps / 1000,
@@ -87,9 +96,19 @@ class QwenImageAdapter(ModelAdapter):
             encoder_hidden_states_mask=prompts.mask.to(tokens.device) if prompts.has_padding else None,
             img_shapes=[[(1, *grid) for grid in grids]] * len(tokens),
             return_dict=False,
-            **attention,
+            **special,
         )[0]
         return output.float()
+
+    def _rows(self, expert: Any, table: LevelTable, count: int) -> Tensor:
+        """The table's rows of `count` samples, or of one for all of them; twice where condition images have a level of
+        their own, which is 0."""
+        rows = table.rows(self.levels)
+        if len(rows) > 1:
+            rows = rows.repeat(count // len(rows), 1, 1)
+        if not expert.zero_cond_t:
+            return rows
+        return torch.cat([part.expand(count, *part.shape[1:]) for part in (rows, table.rows(torch.zeros(())))])
 
     def _guide(self, positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
         return guide(positive, negative, guidance.scale)

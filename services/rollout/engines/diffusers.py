@@ -1,23 +1,16 @@
 """The diffusers engine: the adapter of a flow on one device."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from collections.abc import Sequence
+from typing import ClassVar
 
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.files import Prefixed, WeightFiles
-from flowfleet.models.loading import fill_dummy
+from flowfleet.models.level_tables import LevelLayers, table_of
 from flowfleet.models.registry import ModelFamily
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.quantization import layers
-from flowfleet.weights.weights import dtype_of
 from services.rollout.engines import acceleration
-from services.rollout.engines.acceleration import blocks
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.local import LocalEngine, load_format
+from services.rollout.engines.loading import load_by_blocks, load_plain
+from services.rollout.engines.local import LocalEngine
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
 
@@ -28,11 +21,29 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
     name = "diffusers"
     writes_tokens = False
 
+    takes_tables: ClassVar[bool] = True
+    """True if a float8 base has tables in place of layers that read the noise level alone, as the trainer's has."""
+    _targets: Sequence[str] = ()
+    """Target modules of the adapter that comes next."""
+
+    def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        self._targets = () if lora is None else tuple(lora.target_modules)
+        if self._adapter is not None and self._model == model and model.quantization == "fp8_base":
+            wanted = self._tabled(self._adapter) is not None
+            if any((table_of(expert) is not None) != wanted for expert in self._adapter.experts.values()):
+                self._model, self._adapter = None, None
+        super()._prepare(model, lora)
+
+    def _tabled(self, adapter: ModelAdapter) -> LevelLayers | None:
+        """The layers that a float8 base has a table of, with an adapter of these targets."""
+        layers = adapter.level_layers if self.takes_tables else None
+        fits = layers is not None and all(layers.fit(expert, self._targets) for expert in adapter.experts.values())
+        return layers if fits else None
+
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
-        kind = family.load()
-        if model.quantization == "fp8_base" and kind.stored is not None:
-            return load_by_blocks(kind, model, self.device, self.pulse.beat)
-        return super()._adapter_of(model, family)
+        if model.quantization != "fp8_base":
+            return load_plain(family.load(), model, self.device)
+        return load_by_blocks(family.load(), model, self.device, self.pulse.beat, self._tabled)
 
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         adapter.limit_tokens(model.max_sequence_length or None)
@@ -80,35 +91,3 @@ def check_request(request: GenerationRequest, family: ModelFamily, lora: LoraSpe
             f"{family.title} has one branch of guidance: remove rollout.image_guidance_scale and "
             "rollout.guidance_renorm"
         )
-
-
-def load_by_blocks(
-    kind: Any, model: ModelSpec, device: torch.device, beat: Callable[[], None] = lambda: None
-) -> ModelAdapter:
-    """Loads all components of a family whose checkpoints use tensor names of their own (`stored`). The transformer
-    becomes a float8 base.
-
-    Raises ValueError as the family's `load`, and for a device or dtype without float8 products.
-    """
-    dtype, format = dtype_of(model.dtype), load_format(model)
-    layers.require_fp8(device, dtype, "model.base = 'fp8'", emulated=True)
-    adapter: ModelAdapter = kind.load(
-        model.path, dtype=dtype, device=device, components=("text_encoder", "vae"), load_format=format
-    )
-    bare: ModelAdapter = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
-    files = None if format == "dummy" else WeightFiles(Path(model.path), kind.layout)
-
-    def fill(component: str, module: nn.Module, prefix: str) -> None:
-        if files is None:
-            fill_dummy(module, f"{component}.{prefix}".rstrip("."), device)
-        else:
-            files.fill(module, Prefixed(prefix, kind.stored), device, dtype)
-        beat()
-
-    for component, expert in bare.experts.items():
-        for name, block in blocks(expert).items():
-            fill(component, block, f"{name}.")
-            layers.replace_weights([block])
-        fill(component, expert, "")
-        setattr(adapter.pipeline, component, expert.to(device))
-    return adapter

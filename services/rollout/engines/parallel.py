@@ -54,6 +54,8 @@ T = TypeVar("T")
 class SplitEngine(DiffusersEngine):
     """Engine of every rank of a split forward: its transformers' forwards are shared by the ranks."""
 
+    takes_tables = False
+
     def __init__(self, device: torch.device, *, size: int, **settings: Any) -> None:
         """`settings`: those of `LocalEngine`."""
         super().__init__(device, **settings)

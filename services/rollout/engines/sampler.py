@@ -164,6 +164,7 @@ class Sampler:
         """Final latents (B, *latent) float32, and the noisy steps if they are wanted."""
         sampling, noise, adapter = request.sampling, request.noise, self._adapter
         course, path = _course(self._schedule(request), request), _Path()
+        adapter.expect_levels(course.schedule.timesteps)
         seeds = [row.seed for row in rows]
         before: Prediction | None = None
         latents = adapter.initial_latents([row.initial_seed for row in rows], sampling.size).to(adapter.device)

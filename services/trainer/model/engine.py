@@ -9,8 +9,9 @@ Else each transformer is an FSDP root, and its blocks are FSDP units.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.devices import DEVICES_FILE, Devices
+from flowfleet.models import level_tables
 from flowfleet.models.base import Schedule
 from flowfleet.models.empty import cast_persistent_buffers
+from flowfleet.models.level_tables import LevelLayers
 from flowfleet.models.registry import family_of
 from flowfleet.models.trainable import blocks_of, require_trainable
 from flowfleet.planning.replicas import replicates
@@ -96,6 +99,8 @@ class Engine:
             cast_persistent_buffers(expert, self.dtype)
         if self.is_lora:
             lora.inject_lora(self.experts, lora_spec(spec), dtype=torch.float32)
+        if self.is_quantized:
+            self._put_tables()
         self._start: WarmStart | None = None
         if spec.model.adapter is not None and not resumes:
             self._start = open_adapter(Path(spec.model.adapter), list(self.experts))
@@ -143,6 +148,8 @@ class Engine:
             teachers[name] = {key: local(parameter).clone() for key, parameter in self.trained.items()}
         if self.is_lora:
             self._start_adapter()
+        if not self.spec.writes_tokens and self.spec.records_steps:
+            self.adapter.expect_levels(self.schedule.timesteps)
         self.decoder = self._decoder() if self.spec.trains_on_gradients else None
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
         self.policies = Policies(self.spec, self.experts, self.trained, self.dtype, teachers)
@@ -241,6 +248,14 @@ class Engine:
         opened.check(lora.named_adapter_parameters(self.experts), lora_spec(self.spec))
         return opened
 
+    def _put_tables(self) -> None:
+        """Has tables take the place of layers that read the noise level alone, unless the adapter trains one."""
+        found: LevelLayers | None = getattr(self.adapter, "level_layers", None)
+        for component, expert in self.experts.items():
+            if found is not None and found.fit(expert, lora_spec(self.spec).target_modules):
+                whole = partial(_whole_parameter, self._sources[component])
+                level_tables.install(expert, found, whole, self.ranks.beats.beat)
+
     def _start_adapter(self) -> None:
         """Fills the adapter from `model.adapter`, if named. Else each rank draws all of it and keeps its own shards."""
         if self._start is not None:
@@ -251,6 +266,10 @@ class Engine:
         seed = derive_seed(self.spec.seed, "lora")
         for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):
             fill_parameter(self.trained[name], start.__getitem__)
+
+
+def _whole_parameter(source: Source, name: str, shape: Sequence[int]) -> Tensor:
+    return source.rows(name, shape, slice(None))
 
 
 def _family(spec: JobSpec, path: str | Path) -> Any:

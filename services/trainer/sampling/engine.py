@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowfleet.models import level_tables
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.loading import Component
 from flowfleet.models.registry import ModelFamily
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -22,7 +22,7 @@ from flowfleet.quantization.experts import ExpertWeights, adopt
 from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.local import load_format
+from services.rollout.engines.loading import load_others
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row
 from services.trainer.model.engine import Engine, lora_spec, model_spec, num_threads
@@ -55,11 +55,8 @@ class SharingEngine(DiffusersEngine):
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
         dtype, kind = weights.dtype_of(model.dtype), family.load()
-        parts: tuple[Component, ...] = ("text_encoder", "vae")
         try:
-            adapter: ModelAdapter = kind.load(
-                model.path, dtype=dtype, device=self.device, components=parts, load_format=load_format(model)
-            )
+            adapter = load_others(kind, model, self.device)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 'the device has no room for text encoder and VAE: set trainer.samples = "no", or what '
@@ -67,6 +64,8 @@ class SharingEngine(DiffusersEngine):
             ) from None
         bare: ModelAdapter = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
         for component, expert in bare.experts.items():
+            if kind.level_layers is not None:
+                level_tables.share(self._trained.experts[component], expert, kind.level_layers)
             share(self._trained.experts[component], expert)
             setattr(adapter.pipeline, component, expert)
         return adapter

@@ -14,7 +14,7 @@ from flowfleet.quantization import layers
 from flowfleet.quantization.experts import ExpertWeights, grouped_product, replace
 from flowfleet.quantization.rows import FP8
 from services.rollout.engines.acceleration import accelerate, blocks
-from services.rollout.engines.diffusers import load_by_blocks
+from services.rollout.engines.loading import load_by_blocks
 from services.trainer.sampling.engine import share
 from tests.tiny_models import make_tiny
 

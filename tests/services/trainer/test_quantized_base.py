@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowfleet.data.blobs import SyncBlobs
+from flowfleet.models import level_tables
 from flowfleet.proto import trainer_pb2
 from flowfleet.quantization import layers
 from services.rollout.engines.acceleration import blocks
@@ -30,6 +31,8 @@ def test_the_trainer_recomputes_the_rollouts_log_probs_bit_for_bit(
     assert model_spec(spec).quantization == "fp8_base"
     drawer = Drawer(spec)
     assert layers.replace_weights(blocks(drawer.adapter.transformer).values()) > 0
+    if drawer.adapter.level_layers is not None:
+        level_tables.install(drawer.adapter.transformer, drawer.adapter.level_layers)
     worker = make_worker(spec, ranks, files, tmp_path)
     for step in range(2):  # in the second the adapter is more than nothing
         before = state_of(worker)
