@@ -161,6 +161,12 @@ def adapter_disabled(experts: Experts) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def adapter_is_on(transformer: nn.Module) -> bool:
+    """Returns True if the transformer has an adapter and computes with it."""
+    layer = next((module for module in transformer.modules() if isinstance(module, BaseTunerLayer)), None)
+    return layer is not None and not layer._disable_adapters
+
+
 def _inject(transformer: nn.Module, lora: LoraSpec) -> None:
     for target in lora.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name, _ in transformer.named_modules()):

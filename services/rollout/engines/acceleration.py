@@ -12,15 +12,17 @@ on its own, in fewer passes where blocks are compiled, or merged into copies of 
 (flowfleet/quantization/adapted.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from weakref import WeakSet
 
 from torch import nn
 
 from flowfleet.hardware import compiling
+from flowfleet.hardware.graphs import Graphs
 from flowfleet.process.pulse import Pulse
 from flowfleet.quantization import adapted, layers
 from flowfleet.quantization.rows import FP8
+from flowfleet.weights.lora import adapter_is_on
 
 Experts = Mapping[str, nn.Module]
 
@@ -73,6 +75,20 @@ def refresh(experts: Experts) -> None:
     """Derives the float8 copies again from the current weights; no effect without quantization."""
     for expert in experts.values():
         layers.refresh(expert.modules())
+
+
+def capture(experts: Experts) -> list[Graphs]:
+    """Has small batches replay CUDA graphs of the transformers, which are to be cleared when an adapter is installed or
+    removed."""
+    found = []
+    for expert in experts.values():
+        copies = next((module for module in expert.modules() if "fp8_weight" in module._buffers), None)
+
+        def state(expert: nn.Module = expert, copies: nn.Module | None = copies) -> Hashable:
+            return adapter_is_on(expert), type(copies)  # `layers.full_precision` swaps the class
+
+        found.append(Graphs(expert, state=state))
+    return found
 
 
 def compile_blocks(experts: Experts, backend: str = "inductor") -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from flowfleet.hardware import devices
+from flowfleet.hardware.graphs import Graphs
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.level_tables import LevelLayers, table_of
 from flowfleet.models.registry import ModelFamily
@@ -25,6 +27,7 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
     """True if a float8 base has tables in place of layers that read the noise level alone, as the trainer's has."""
     _targets: Sequence[str] = ()
     """Target modules of the adapter that comes next."""
+    _graphs: Sequence[Graphs] = ()
 
     def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         self._targets = () if lora is None else tuple(lora.target_modules)
@@ -51,7 +54,14 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
         if model.compile:
             adapter.compile_decoding()
             acceleration.watch_compilation(self.pulse)
+        is_captured = model.compile and self.num_devices == 1 and devices.has_graphs(self.device)
+        self._graphs = acceleration.capture(adapter.experts) if is_captured else []
         self._sampler = Sampler(adapter)
+
+    def _install(self, lora: LoraSpec | None) -> None:
+        super()._install(lora)
+        for graphs in self._graphs:
+            graphs.clear()
 
     def _check(self, request: GenerationRequest) -> None:
         assert self._family is not None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowfleet import hub
 from flowfleet.hardware import devices
+from flowfleet.hardware.graphs import Graphs
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.devices import DEVICES_FILE, Devices
 from flowfleet.models import level_tables
@@ -47,6 +48,8 @@ from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
 
 log = logging.getLogger(__name__)
+SMALL_DEVICE_BYTES = 48 * 2**30
+"""Memory of a device below which graphs of updates are captured again after each turn of sampling."""
 
 
 class Engine:
@@ -150,6 +153,7 @@ class Engine:
             self._start_adapter()
         if not self.spec.writes_tokens and self.spec.records_steps:
             self.adapter.expect_levels(self.schedule.timesteps)
+        self._graphs = self._captured() if self._captures else []
         self.decoder = self._decoder() if self.spec.trains_on_gradients else None
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
         self.policies = Policies(self.spec, self.experts, self.trained, self.dtype, teachers)
@@ -174,6 +178,26 @@ class Engine:
         """Name of the expert for noise levels (0-d or (B,), 1000 sigma) that are all of one expert."""
         expert = self.adapter.expert(timestep)
         return next(name for name, module in self.experts.items() if module is expert)
+
+    @property
+    def _captures(self) -> bool:
+        """True if small micro-batches replay CUDA graphs."""
+        part = self.spec.trainer
+        has_flow = not self.spec.writes_tokens and self.replicates
+        return has_flow and part.compile and not part.deterministic and devices.has_graphs(self.ranks.device)
+
+    def _captured(self) -> list[Graphs]:
+        # Without full checkpointing a graph would keep all activations.
+        trains = devices.captures_updates() and self.spec.trainer.gradient_checkpointing == "full"
+        return [
+            Graphs(expert, state=partial(lora.adapter_is_on, expert), trains=trains) for expert in self.experts.values()
+        ]
+
+    def make_room(self) -> None:
+        """Frees the memory that updates' graphs hold between updates, where the device is small: samples need it."""
+        if self._graphs and (devices.memory_bytes(self.ranks.device) or 0) < SMALL_DEVICE_BYTES:
+            for graphs in self._graphs:
+                graphs.release()
 
     @contextmanager
     def policy(self, policy: Policy) -> Iterator[None]:

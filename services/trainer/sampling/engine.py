@@ -82,6 +82,7 @@ class SharingEngine(DiffusersEngine):
             self._turns.between_steps(self.pulse.beat)
 
         with self._turns.sampling(self.pulse.beat):
+            self._trained.make_room()
             return super()._sample(request, encoded, rows, between_steps)
 
 

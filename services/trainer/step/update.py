@@ -76,6 +76,7 @@ class StepTrainer:
                 loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
                 torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # the ranks' mean is taken
             self._totals.add_loss(forward.batch, loss.detach())
+            del losses, loss  # and so their graph, before the next forward
             self._engine.ranks.beats.beat()
         outcome = self._engine.optimizer.step(learning_rate(self._engine.spec, self._step, self._num_updates), scale)
         self._engine.loss_scale.after(is_finite=outcome.applied)
