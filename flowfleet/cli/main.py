@@ -29,6 +29,7 @@ from flowfleet.cli.up import StackDir, up
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
+from flowfleet.hardware.cards import card_named
 from flowfleet.job.files import COMPOSITION_LEFT, find_job_file, prepare_job
 from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
 from flowfleet.models.registry import family_of
@@ -179,19 +180,24 @@ def plan(
     device_memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Memory of each accelerator; default: this machine's.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Kind of each accelerator, such as rtx-4090 or h200.")
+    ] = None,
     text_tokens: Annotated[int, typer.Option(min=1, help="Length of an encoded prompt.")] = 128,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
     json_: Json = False,
 ) -> None:
     """Predict a job's memory, work and traffic from the configurations in its model folder."""
+    card = None if device is None else card_named(device)
     spec = prepare_job(file, set_ or (), same_machine=True)
     family_of(spec.model.path)  # before torch is imported, which takes a while
     from flowfleet.cli.submission import num_held_out
     from flowfleet.planning.plan import found_memory_gib, predict
     from flowfleet.planning.report import show_plan
 
-    known = found_memory_gib() if device_memory is None else device_memory
-    planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens, held_out=num_held_out(spec))
+    known = device_memory or (found_memory_gib() if card is None else card.memory_gib)
+    held_out = num_held_out(spec)
+    planned = predict(spec, device_memory_gib=known, card=card, text_tokens=text_tokens, held_out=held_out)
     tell(planned.to_json(), json_, lambda: show_plan(spec, planned, out))
 
 

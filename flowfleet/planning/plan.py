@@ -15,6 +15,7 @@ from typing import Any
 
 from flowfleet import hub
 from flowfleet.hardware import devices
+from flowfleet.hardware.cards import Card
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.registry import family_of
 from flowfleet.models.weight_files import has_weights
@@ -29,6 +30,7 @@ from flowfleet.planning.memory import (
     rollout_memory,
     trainer_memory,
 )
+from flowfleet.planning.speed import images_per_s
 from flowfleet.planning.storage import TEXT_TOKENS, Storage, held_steps, storage
 from flowfleet.planning.work import Work, work
 
@@ -52,6 +54,8 @@ class Plan:
     """Steps whose samples are stored at once."""
     advice: tuple[str, ...]
     """Changes to make where something does not fit."""
+    images_per_s: float | None
+    """Predicted for a device that samples and trains for itself; None unless its kind is known."""
 
     @property
     def fits(self) -> bool | None:
@@ -79,6 +83,7 @@ class Plan:
             "storage": {**asdict(self.storage), "held_steps": self.held_steps, "total": self.storage.total},
             "device_memory_gib": None if self.device_bytes is None else self.device_bytes / GIB,
             "fits": self.fits,
+            "predicted_images_per_s": self.images_per_s,
             "advice": list(self.advice),
         }
 
@@ -87,6 +92,7 @@ def predict(
     spec: JobSpec,
     *,
     device_memory_gib: float | None = None,
+    card: Card | None = None,
     text_tokens: int = TEXT_TOKENS,
     held_out: int = 0,
 ) -> Plan:
@@ -96,6 +102,7 @@ def predict(
     Args:
         spec: the job; `model.path` as seen from here, or a name of the Hub.
         device_memory_gib: of each device, to compare with; None compares with nothing.
+        card: kind of device, for a prediction of speed.
         held_out: number of held-out prompts, whose pictures are stored.
         text_tokens: of a prompt's embedding, for families where it depends on the prompt.
 
@@ -124,16 +131,18 @@ def predict(
     stored = storage(
         spec, latent=facts.latent, embeds_bytes=facts.embeds_bytes, adapter_bytes=adapter_bytes, held_out=held_out
     )
+    of_step = work(spec, facts, text_tokens)
     return Plan(
         params=facts.params,
         trained=facts.trained,
         trainer=trainer_memory(spec, facts, device),
         rollout=rollout_memory(spec, facts, device),
-        work=work(spec, facts, text_tokens),
+        work=of_step,
         storage=stored,
         held_steps=held_steps(spec),
         device_bytes=device,
         advice=() if device is None else tuple(advise(spec, facts, device - RESERVE)),
+        images_per_s=None if card is None else images_per_s(spec, of_step, card),
     )
 
 

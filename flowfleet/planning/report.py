@@ -40,6 +40,9 @@ def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:
     replicas = [replica] if plan.rollout.parts else []
     console.print(Columns([trainer, *replicas, _step(plan), _storage(plan)], padding=(0, 4)))
     _verdict(plan, console)
+    if plan.images_per_s is not None:
+        rate = f"{plan.images_per_s:.2g} samples/s by a device that samples and trains for itself"
+        console.print(f"Predicted: {rate}, compiled, without waiting for rewards.", highlight=False)
 
 
 def _memory(title: str, parts: Mapping[str, float], how: str) -> Table:

@@ -110,6 +110,27 @@ def test_plan_tells_what_a_job_needs_without_a_controller(
     assert (masters * 2**30, state) == (4 * numbers["params"], 2 * masters)
 
 
+def test_plan_for_a_kind_of_device_predicts_its_speed(run: Run, tmp_path: Path, tiny_qwen_image: Path) -> None:
+    settings = job_settings(tmp_path, rollout={"height": 64, "width": 64}) | {"model": {"path": str(tiny_qwen_image)}}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(settings))
+
+    def planned(name: str, *more: str) -> dict[str, Any]:
+        return dict(json.loads(run("plan", str(path), "--device", name, "--json", *more).stdout))
+
+    fast, slow = planned("h200"), planned("rtx-4090")
+    assert (fast["device_memory_gib"], slow["device_memory_gib"]) == (140.4, 24.0)
+    rates = fast["predicted_images_per_s"], slow["predicted_images_per_s"]
+    assert rates[0] / rates[1] == pytest.approx(989 / 165)
+    table = run("plan", str(path), "--device", "h200").stdout
+    assert "Predicted:" in table
+    refused = CliRunner().invoke(cli.app, ["plan", str(path), "--device", "a100", "--set", "model.base=fp8"])
+    assert "has no float8 products" in refused.output.replace("\n", " ")
+    unknown = CliRunner().invoke(cli.app, ["plan", str(path), "--device", "rtx-1"])
+    assert unknown.exit_code == 1
+    assert "rtx-4090" in unknown.output
+
+
 def test_warnings_are_shown_at_submit_in_a_dry_run_and_later(run: Run, client: Client, job_file: Path) -> None:
     one = ("--set", "trainer.updates_per_step=1")
     expected = "warning: algorithm.clip_range has no effect with one update a step"
@@ -365,7 +386,7 @@ def test_the_surface_is_what_users_know() -> None:
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--ca", "--check", "--dry-run", "--follow", "--from", "--idempotency-key", "--set", "--url"],
-        "plan": ["--device-memory", "--set", "--text-tokens"],
+        "plan": ["--device", "--device-memory", "--set", "--text-tokens"],
         "jobs": ["--ca", "--limit", "--status", "--url"],
         "show": ["--ca", "--url"],
         "watch": ["--ca", "--url"],
