@@ -247,6 +247,7 @@ app.command()(track)
 app.command("redis-acl")(redis_acl)
 app.command("check-reward")(check_reward)
 app.command("check-model")(models.check_model)
+app.command("models")(models.list_models)
 app.command("try-reward")(try_reward)
 
 

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from flowfleet import hub
+from flowfleet import hub, plugins
 from flowfleet.api.jobs import Job, Priority
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, out, tell
 from flowfleet.client import Client
 from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
+from flowfleet.models.registry import FAMILIES
 
 Step = Annotated[int | None, typer.Option(min=0, help="A kept checkpoint's; default: the longest trained model.")]
 
@@ -62,6 +63,22 @@ def export(
         else:
             client.download_model(job.id, folder, step)
     tell({"folder": folder, **manifest.model_dump()}, json_, lambda: _show(manifest, folder))
+
+
+def list_models(json_: Json = False) -> None:
+    """List the models that jobs can train: their classes, what they make, and the engines that sample them."""
+    plugins.load()
+    facts = ("pipeline", "title", "modality", "takes_images", "images_optional", "max_sequence_length", "engines")
+    found = [{name: getattr(family, name) for name in facts} for family in FAMILIES.values()]
+
+    def show() -> None:
+        for one in found:
+            images = f", from {'0' if one['images_optional'] else '1'} to {one['takes_images']} images"
+            makes = f"{one['modality']}{images if one['takes_images'] else ''}"
+            line = f"{one['title']:<34} {one['pipeline']:<44} {makes:<28} {', '.join(one['engines'])}"
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    tell(found, json_, show)
 
 
 def check_model(

@@ -39,6 +39,7 @@ STEPS: Final = 3
 TOLERANCE: Final = 1e-4
 Encode = Callable[[list[str]], PromptEmbeds]
 _SIDES: Final = (64, 128, 256)
+_PICTURE: Final = Image.linear_gradient("L").convert("RGB")
 _ROUND_TRIP: Final = "An adapter computes the same once it is saved and loaded"
 _CLASSES: Final = "The transformer has blocks and takes an adapter, which the pipeline saves"
 
@@ -85,10 +86,11 @@ def check_model(place: str) -> Iterator[Result]:
         return
     adapter: ModelAdapter = family.load().load(folder, dtype=torch.float32)
     size, pipeline = _smallest(adapter, family), None
-    if family.takes_images:
+    if family.takes_images and family.modality == "image":
         adapter.resize_conditions(_SIDES[0] ** 2)
-    encode = partial(_encoded, adapter, takes_images=family.takes_images)
-    own = adapter.layout != PIPELINE or family.takes_images
+    adapter.size_conditions(size)
+    encode = partial(_encoded, adapter, takes_images=family.takes_images > 0 and not family.holds_first_frame)
+    own = adapter.layout != PIPELINE or (_needs_images(family) and not _takes_size(adapter.pipeline_class))
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "classes": (
             _CLASSES,
@@ -102,7 +104,8 @@ def check_model(place: str) -> Iterator[Result]:
     }
     if not own:
         kind: Any = adapter.pipeline_class
-        pipeline = kind.from_pretrained(str(folder), local_files_only=True)
+        pipeline = kind.from_pretrained(str(folder), local_files_only=True, **dict.fromkeys(adapter.own_parts))
+        adapter.complete(pipeline)
         pipeline.set_progress_bar_config(disable=True)
         checks["parity"] = ("Samples are the pipeline's", partial(assert_parity, adapter, pipeline, family, size))
     velocity = partial(adapter.velocity, adapter.initial_latents(SEEDS, size), torch.tensor(500.0), size=size)
@@ -193,23 +196,38 @@ def assert_ratio_is_one(adapter: ModelAdapter, encode: Encode, size: Size, step:
 
 
 def assert_parity(adapter: ModelAdapter, pipeline: Any, family: ModelFamily, size: Size) -> None:
-    """Latents of the adapter and of diffusers' pipeline, from the same seeds and prompts without guidance."""
+    """Latents of the adapter and of diffusers' pipeline, which gets its prompts one by one, without guidance."""
     parameters = inspect.signature(pipeline.__call__).parameters
     given: dict[str, Any] = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
-    given |= {"num_inference_steps": STEPS, "generator": generators(), "output_type": "latent", "true_cfg_scale": 1.0}
+    given |= {"num_inference_steps": STEPS, "output_type": "latent", "true_cfg_scale": 1.0}
+    given |= {"max_area": size.height * size.width, "use_resolution_binning": False}
+    kept: dict[str, Tensor] = {}  # latents as they are denoised: few pipelines give them back in another layout
+
+    def keep(_: object, step: int, timestep: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return kept.update(tensors) or {}
+
+    given["callback_on_step_end"] = keep
     if not family.embedded_guidance:
         given["guidance_scale"] = 1.0 if "do_classifier_free_guidance" not in dir(pipeline) else _unguided(pipeline)
-    is_euler = isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler)
-    if family.modality == "video" or not is_euler:  # a pipeline that hands its scheduler no levels has it shift twice
-        pipeline.scheduler = _first_order(adapter.schedule(STEPS, size))
-    made = pipeline(list(RAGGED), **{name: value for name, value in given.items() if name in parameters})
-    expected = made.frames if hasattr(made, "frames") else made.images
-    found = sample_ode(adapter, adapter.encode(RAGGED), size, STEPS)
+    if _needs_images(family):
+        given["image"] = _PICTURE
+    if hasattr(pipeline, "guider"):
+        pipeline.guider.disable()
+    hands_levels = family.modality == "image" or "sigmas" in parameters  # else the scheduler shifts twice
+    if not (hands_levels and isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler)):
+        pipeline.scheduler = first_order(adapter.schedule(STEPS, size))
+    given, rows = {name: value for name, value in given.items() if name in parameters}, []
+    for prompt, generator in zip(RAGGED, generators(), strict=True):
+        made = pipeline(prompt=[prompt], generator=[generator], **given)
+        rows.append(kept["latents"] if kept else made.frames if hasattr(made, "frames") else made.images)
+    expected = torch.cat(rows)
+    prompts = _encoded(adapter, RAGGED, takes_images=_needs_images(family))
+    found = sample_ode(adapter, prompts, size, STEPS)
     assert found.shape == expected.shape, f"latents are {(*found.shape,)}, the pipeline's {(*expected.shape,)}"
     _assert_close(found, expected.float(), "latents of the adapter and the pipeline")
 
 
-def _first_order(schedule: Schedule) -> Any:
+def first_order(schedule: Schedule) -> Any:
     """A scheduler of first-order steps, for a pipeline whose own has no density to learn from."""
     scheduler: Any = FlowMatchEulerDiscreteScheduler()
     own, levels = scheduler.set_timesteps, schedule.sigmas[:-1].tolist()
@@ -218,8 +236,16 @@ def _first_order(schedule: Schedule) -> Any:
 
 
 def _encoded(adapter: ModelAdapter, texts: list[str], *, takes_images: bool) -> PromptEmbeds:
-    picture = Image.linear_gradient("L").convert("RGB")
-    return adapter.encode(texts, images=[[picture]] * len(texts) if takes_images else None)
+    return adapter.encode(texts, images=[[_PICTURE]] * len(texts) if takes_images else None)
+
+
+def _needs_images(family: ModelFamily) -> bool:
+    return family.takes_images > 0 and not family.images_optional
+
+
+def _takes_size(pipeline_class: Any) -> bool:
+    """True for a pipeline of videos of a given size from images, which all its prompts share."""
+    return {"image", "height", "num_frames"} <= inspect.signature(pipeline_class.__call__).parameters.keys()
 
 
 def _unguided(pipeline: Any) -> float:
@@ -268,7 +294,7 @@ def _reloaded(adapter: ModelAdapter, pipeline: Any, family: ModelFamily, size: S
             if hasattr(pipeline, "load_lora_weights"):
                 pipeline.load_lora_weights(folder)
             else:
-                getattr(pipeline, name).load_lora_adapter(folder, prefix="transformer")
+                getattr(pipeline, name).load_lora_adapter(folder, prefix="transformer", use_safetensors=True)
         if len(adapter.experts) == 1:
             assert_parity(adapter, pipeline, family, size)
     finally:

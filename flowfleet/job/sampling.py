@@ -84,6 +84,9 @@ class RolloutPart(Part):
     """Prompt of the other branch of classifier-free guidance."""
     condition_pixels: int | None = Field(default=None, ge=256, le=2**24)
     """Area that condition images are resized to; unset: the family's default."""
+    from_image: bool = False
+    """Videos begin with the prompt's image, whose latent frame gets neither noise nor a loss: for Wan2.2 TI2V, which
+    also makes videos from text alone."""
     batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one Generate call: whole groups are packed up to it."""
     compile: bool = False
@@ -132,7 +135,7 @@ class RolloutPart(Part):
 
     @property
     def size(self) -> Size:
-        return Size(self.height, self.width, self.num_frames)
+        return Size(self.height, self.width, self.num_frames, int(self.from_image))
 
     @property
     def guidance(self) -> Guidance:

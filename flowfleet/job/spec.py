@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -238,7 +239,7 @@ class JobSpec(Part):
     def validation_size(self) -> Size:
         """Size of held-out samples."""
         part, size = self.schedule, self.rollout.size
-        return Size(part.validation_height or size.height, part.validation_width or size.width, size.num_frames)
+        return replace(size, height=part.validation_height or size.height, width=part.validation_width or size.width)
 
     @property
     def teachers(self) -> dict[str, TeacherPart]:

@@ -77,6 +77,8 @@ class ModelAdapter(ABC):
     forwards, and where a trainer's numbers must equal the rollout's bit for bit."""
     cuts_padding: ClassVar[bool] = False
     """True if `_predict` takes prompts with `half_widths`."""
+    takes_guidance: bool = True
+    """False for a checkpoint that ignores guidance, because it was distilled to need none."""
     parts: ClassVar[Parts] = USUAL_PARTS
     """Names of the pipeline's components for each part of the model."""
     layout: ClassVar[Layout] = PIPELINE
@@ -105,6 +107,9 @@ class ModelAdapter(ABC):
 
     levels: Tensor
     """Noise levels of the newest `velocity`, as they were given."""
+    clean_frames: int = 0
+    """Latent frames that a condition image gives, where the family holds them clean: see `Size`."""
+
     dtype: torch.dtype
     """Data type that the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
@@ -157,6 +162,11 @@ class ModelAdapter(ABC):
         )
         return pipeline, vae_config
 
+    def complete(self, pipeline: Any) -> None:
+        """Gives another pipeline of the same checkpoint the parts that this family makes by itself."""
+        for part in self.own_parts:
+            setattr(pipeline, part, getattr(self.pipeline, part))
+
     def limit_tokens(self, max_sequence_length: int | None) -> None:
         """Sets `max_sequence_length`; None leaves the family's default. Raises ValueError for a family without one."""
         if max_sequence_length is None:
@@ -187,7 +197,11 @@ class ModelAdapter(ABC):
     def resize_conditions(self, pixels: int | None) -> None:
         """Sets the area of condition images; None is the family's own. Raises ValueError if the family takes none."""
         if pixels is not None:
-            raise ValueError("this model takes no condition images: remove sampling.condition_pixels")
+            raise ValueError("this model resizes no condition images: remove sampling.condition_pixels")
+
+    def size_conditions(self, size: Size) -> None:
+        """Sets the size of condition images that stand for a part of the sample, in families that have such."""
+        return
 
     def encode(self, prompts: Sequence[str], *, images: Sequence[Sequence[Image.Image]] | None = None) -> PromptEmbeds:
         """Encodes each prompt to one row on the adapter's device, padded to the longest. Needs the text encoder.
@@ -205,6 +219,12 @@ class ModelAdapter(ABC):
         with torch.no_grad():
             return self._encode(list(prompts), None if images is None else [list(row) for row in images])
 
+    def encode_negative(
+        self, prompts: Sequence[str], *, images: Sequence[Sequence[Image.Image]] | None = None
+    ) -> PromptEmbeds:
+        """Encodes prompts that guidance leads away from, as `encode` does in all but a few families."""
+        return self.encode(prompts, images=images)
+
     @abstractmethod
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         """See `encode`. Most families call `without_images` first."""
@@ -215,6 +235,10 @@ class ModelAdapter(ABC):
         transformer."""
         width = getattr(self.transformer.config, self.text_width)
         return PromptEmbeds.whole(torch.zeros(count, num_tokens, width, dtype=self.dtype, device=self.device))
+
+    def blank_conditions(self, count: int, size: Size) -> dict[str, Tensor]:
+        """Zeros of the extras that depend on the sample's size, for `blank_prompts`."""
+        return {}
 
     @abstractmethod
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
@@ -258,7 +282,7 @@ class ModelAdapter(ABC):
         expert, self.levels = self.expert(timestep), timestep
         timesteps = timestep.to(latents.device, torch.float32).expand(len(latents))
         prompts = prompts.rows(len(latents))
-        if not guidance.is_on:
+        if not (guidance.is_on and self.takes_guidance):
             return self._predict(expert, latents, timesteps, prompts, size, guidance)
         if negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
@@ -323,12 +347,20 @@ class ModelAdapter(ABC):
             raise ValueError("rows of one forward must all lie on one side of the experts' boundary")
         return modules[1]
 
-    def decode(self, latents: Tensor, size: Size) -> Tensor:
-        """Frames (B, F, H, W, 3) uint8 on the CPU from final latents; F is 1 for pictures. Needs the VAE."""
+    def decode(self, latents: Tensor, size: Size, prompts: PromptEmbeds | None = None) -> Tensor:
+        """Frames (B, F, H, W, 3) uint8 on the CPU from final latents; F is 1 for pictures. Needs the VAE, and where the
+        size has clean frames the prompts, 1 or B rows."""
         if self.vae is None:
             raise ValueError("decode needs the VAE: load the adapter with the component vae")
+        if size.clean_frames:
+            assert prompts is not None, "clean frames are the prompts'"
+            latents = self._joined(latents, prompts.rows(len(latents)))
         with torch.no_grad():
-            return self._decode(latents, size)
+            return self._decode(latents, size.whole)
+
+    def _joined(self, latents: Tensor, prompts: PromptEmbeds) -> Tensor:
+        """Latents with their clean frames."""
+        raise NotImplementedError(f"{type(self).__name__} has no clean frames")
 
     @abstractmethod
     def _decode(self, latents: Tensor, size: Size) -> Tensor: ...

@@ -24,12 +24,14 @@ class PictureVae:
     """The VAE as a codec of pictures. Its geometry is known even if its weights are not loaded."""
 
     def __init__(self, config: Mapping[str, Any], vae: Any) -> None:
-        """Takes an `AutoencoderKL`'s configuration, and the `AutoencoderKL` or None."""
-        self.scale = 2 ** (len(config["block_out_channels"]) - 1)
+        """Takes the configuration of an `AutoencoderKL` or `AutoencoderDC`, and that model or None. A factor or a shift
+        that it does not have changes nothing."""
+        levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
+        self.scale = 2 ** (len(levels) - 1)
         """Pixels that a latent pixel is wide and high."""
         self.channels = int(config["latent_channels"])
-        self._scaling = float(config["scaling_factor"])
-        self._shift = float(config["shift_factor"] or 0.0)
+        self._scaling = float(config.get("scaling_factor") or 1.0)
+        self._shift = float(config.get("shift_factor") or 0.0)
         self._vae = vae
 
     def decode(self, planes: Tensor) -> Tensor:
@@ -51,8 +53,9 @@ class PictureVae:
 
     def _encode(self, frames: Tensor) -> Tensor:
         pixels = to_pixels(frames)[:, :, 0].to(self._vae.device, self._vae.dtype)
-        latents: Tensor = self._vae.encode(pixels).latent_dist.mode().float()
-        return ((latents - self._shift) * self._scaling).cpu()
+        encoded = self._vae.encode(pixels)
+        latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        return ((latents.float() - self._shift) * self._scaling).cpu()
 
 
 class PictureAdapter(ModelAdapter):
@@ -66,12 +69,16 @@ class PictureAdapter(ModelAdapter):
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         rows, columns = self._token_grid(size)
-        config = self.pipeline.scheduler.config
-        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=self._levels)
+        config, mu = self.pipeline.scheduler.config, self._mu(num_steps, rows * columns)
+        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=self._levels, mu=mu)
 
     def _levels(self, num_steps: int) -> ArrayLike | None:
         """See `Levels`."""
         return even_levels(num_steps)
+
+    def _mu(self, num_steps: int, num_tokens: int) -> float | None:
+        """See `flow_match_schedule`."""
+        return None
 
     def _planes(self, latents: Tensor, size: Size) -> Tensor:
         """(B, Z, H/scale, W/scale) of final latents."""

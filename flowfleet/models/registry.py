@@ -9,6 +9,7 @@ imported when they are first asked for, because diffusers takes seconds.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import tomllib
@@ -42,12 +43,18 @@ class ModelFamily:
     writer: str = ""
     """"module:class" of the `SequenceAdapter` of a flow that also writes text."""
     modality: Literal["image", "video", "text"] = "image"
-    takes_images: bool = False
-    """Prompts come with condition images."""
+    takes_images: int = 0
+    """Prompts come with condition images, at most so many each."""
+    images_optional: bool = False
+    """Prompts may also come without condition images, all those of a job."""
     takes_media: bool = False
     """Prompts may come with pictures, sounds and films, in any number and size."""
     embedded_guidance: bool = False
     """Guidance is an input of the transformer: `rollout.embedded_guidance` has an effect."""
+    holds_first_frame: bool = False
+    """`rollout.from_image` has an effect: with it, and with it alone, prompts come with a condition image."""
+    guides_distilled: bool = True
+    """A checkpoint whose index says `is_distilled` heeds `rollout.guidance_scale`."""
     branch_guidance: bool = False
     """`rollout.image_guidance_scale` and `rollout.guidance_renorm` have an effect."""
     max_sequence_length: int | None = None
@@ -57,6 +64,8 @@ class ModelFamily:
     vae_multiple: int | None = None
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""
+    also_by: tuple[Engine, ...] = ()
+    """Engines that sample it besides diffusers, or transformers for text."""
     layout: Layout | None = None
     """Where checkpoints hold the weights, as the adapter's `layout`; None: as diffusers writes them, or as the adapter
     alone knows."""
@@ -65,6 +74,15 @@ class ModelFamily:
         """Raises ValueError as `check_model` does, of a layout that is known here; any other the adapter checks."""
         if self.layout or (path / "model_index.json").is_file():
             check_model(path, self.layout or PIPELINE)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Engines that sample the family."""
+        usual: dict[Engine, bool] = {
+            "diffusers": not self.writes_tokens,
+            "transformers": self.trains(writes_tokens=True),
+        }
+        return (*(engine for engine, samples in usual.items() if samples), *self.also_by)
 
     @property
     def writes_tokens(self) -> bool:
@@ -97,7 +115,7 @@ def register(family: ModelFamily) -> None:
 _LAYOUTS: Final = {"bagel": BAGEL, "flat": FLAT, "transformers": TRANSFORMERS}
 for _name, _fields in tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8")).items():
     _layout = _LAYOUTS[_fields.pop("layout")] if "layout" in _fields else None
-    register(ModelFamily(_name, layout=_layout, **_fields))
+    register(ModelFamily(_name, layout=_layout, also_by=tuple(_fields.pop("also_by", ())), **_fields))
 
 
 def family_of(path: str | Path) -> ModelFamily:
@@ -109,9 +127,11 @@ def family_of(path: str | Path) -> ModelFamily:
     plugins.load()
     name = _class_of(hub.configurations(path))
     if name not in FAMILIES:
+        nearest = difflib.get_close_matches(name, FAMILIES, n=1)
         raise ValueError(
-            f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}, or "
-            "install a plugin that registers it (docs/extending.md)"
+            f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}"
+            f"{f' (the nearest is {nearest[0]})' if nearest else ''}, or install a plugin that registers it: "
+            "docs/extending.md says how to write one"
         )
     return FAMILIES[name]
 

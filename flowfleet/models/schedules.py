@@ -32,6 +32,7 @@ def flow_match_schedule(
     *,
     shift: float | None = None,
     levels: Levels = even_levels,
+    mu: float | None = None,
 ) -> Schedule:
     """Returns the schedule of diffusers' pipelines on a `FlowMatchEulerDiscreteScheduler`, bit for bit.
 
@@ -45,6 +46,7 @@ def flow_match_schedule(
         num_image_tokens: length of the image's token sequence.
         shift: static shift of the job; None is the configuration's.
         levels: what the pipeline starts from.
+        mu: of a pipeline that computes it in its own way; None is linear in the image tokens.
 
     Raises:
         ValueError: no steps, or a number of steps for which the configuration gives no falling sigmas.
@@ -54,12 +56,49 @@ def flow_match_schedule(
     overrides = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
     levels = levels if shift is None else even_levels
     scheduler = scheduler_class.from_config({**config, **overrides})
+    mu = _shift(scheduler.config, num_image_tokens) if mu is None else mu
     with np.errstate(invalid="ignore"):  # One step under a terminal shift is 0 / 0; it is refused below.
-        scheduler.set_timesteps(num_steps, sigmas=levels(num_steps), mu=_shift(scheduler.config, num_image_tokens))
+        scheduler.set_timesteps(num_steps, sigmas=levels(num_steps), mu=mu)
     sigmas = scheduler.sigmas
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(f"this model's scheduler gives no schedule of {num_steps} steps: use more steps")
     return Schedule(timesteps=scheduler.timesteps.to(torch.float32), sigmas=sigmas.to(torch.float32))
+
+
+def euler_schedule(config: Mapping[str, Any], num_steps: int, shift: float | None = None) -> Schedule:
+    """Noise levels for first-order steps where a checkpoint has a multistep scheduler (Wan: UniPC, Sana: DPM-Solver),
+    whose steps have no density to learn from: sigma = s u / (1 + (s - 1) u) over u = linspace(1, 1/N, N), then 0.
+
+    These are that scheduler's levels, to its rounding of timesteps. A checkpoint that was saved with a
+    `FlowMatchEulerDiscreteScheduler` gets the same ones. That scheduler by itself would shift twice, as these pipelines
+    hand it no levels: it starts from a range that its constructor has shifted already.
+
+    Args:
+        config: of the checkpoint's scheduler. s is its `flow_shift` (UniPC and the other multistep solvers), or its
+            `shift` if it is a `FlowMatchEulerDiscreteScheduler`, whose other settings then count as well.
+        num_steps: N, at least 1.
+        shift: s of the job; None is the checkpoint's.
+
+    Raises:
+        ValueError: no steps, a scheduler that does not follow a flow, or one whose shift depends on the size.
+    """
+    return flow_match_schedule(_euler_config(config), num_steps, 0, shift=shift)
+
+
+def _euler_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if config.get("use_dynamic_shifting"):
+        raise ValueError(
+            "this model's schedule has one shift for all sizes: set use_dynamic_shifting to false in the checkpoint's "
+            "scheduler_config.json"
+        )
+    if "shift" in config:
+        return config
+    if config.get("prediction_type") != "flow_prediction" or "flow_shift" not in config:
+        raise ValueError(
+            "the checkpoint's scheduler_config.json is of no flow: it needs prediction_type flow_prediction and a "
+            "flow_shift, or be that of a FlowMatchEulerDiscreteScheduler"
+        )
+    return {"num_train_timesteps": config["num_train_timesteps"], "shift": config["flow_shift"]}
 
 
 @cache

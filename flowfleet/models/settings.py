@@ -1,6 +1,6 @@
 """Settings of a sample, as plain values without torch: job files, rollouts, trainers and adapters share them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -13,6 +13,14 @@ class Size:
     width: int
     """Pixels."""
     num_frames: int = 1
+    clean_frames: int = 0
+    """Latent frames at the start that a condition image gives. They are not part of a sample's latents, so that noise,
+    log-probs and losses are of what is free."""
+
+    @property
+    def whole(self) -> "Size":
+        """The same size with nothing given."""
+        return replace(self, clean_frames=0)
 
 
 Renorm = Literal["global", "channel", "text_channel"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
-_WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "Extractor")
+_WITHOUT_WEIGHTS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorPil", "Extractor", "Guidance")
 """Ends of the class names of a pipeline's parts that have no weights."""
 _AGAIN = "download or copy the model again"
 
@@ -70,7 +70,7 @@ def check_model(path: Path, layout: Layout) -> None:
         return
     index = _json(path / "model_index.json")
     for part, entry in index.items():
-        if isinstance(entry, list) and all(entry):
+        if isinstance(entry, list) and all(isinstance(word, str) for word in entry):  # else a setting, or left out
             check_part(path, part, index)
 
 

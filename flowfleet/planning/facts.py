@@ -18,7 +18,7 @@ from flowfleet.models.base import ModelAdapter
 from flowfleet.planning.activations import Activations, measure
 from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
-from flowfleet.planning.skeleton import META, MetaRun, blocks, fused_attention, load_skeleton, shortened
+from flowfleet.planning.skeleton import META, MetaRun, blank_prompts, blocks, fused_attention, load_skeleton, shortened
 from flowfleet.quantization.layers import large_experts, large_linears
 from flowfleet.rewards.gradients import num_decoded_together
 from flowfleet.weights.weights import dtype_of
@@ -72,6 +72,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     """
     model, rollout, size = spec.model, spec.rollout, spec.rollout.size
     skeleton = load_skeleton(model.path, dtype_of(model.dtype), max_sequence_length=model.max_sequence_length)
+    skeleton.resize_conditions(rollout.condition_pixels)
     check_noise(spec, skeleton.schedule(rollout.num_inference_steps, size, rollout.shift))
     experts = skeleton.experts
     expert = next(iter(experts.values()))
@@ -93,7 +94,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         activations = _training(skeleton, spec, expert, stands_for, text_tokens, compiled=compiled)
         sampling = _sampling(skeleton, spec, text_tokens)
         block = max(_numel(kept.parameters()) for kept in stands_for)
-    prompts = skeleton.blank_prompts(1, text_tokens)
+    prompts = blank_prompts(skeleton, 1, text_tokens, size)
     return Facts(
         num_experts=len(experts),
         params=params,
@@ -128,7 +129,7 @@ def _training(
 ) -> Activations:
     rows, size = spec.trainer.micro_batch_size, spec.rollout.size
     latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
-    prompts = skeleton.blank_prompts(rows, text_tokens)
+    prompts = blank_prompts(skeleton, rows, text_tokens, size)
 
     def run() -> None:
         skeleton.velocity(latents, torch.tensor(1000.0), prompts, size=size)
@@ -146,14 +147,14 @@ def _sampling(skeleton: ModelAdapter, spec: JobSpec, text_tokens: int) -> int:
     for size, rows in batches.items():
         with LiveBytes() as live:
             latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
-            forward(skeleton, latents, skeleton.blank_prompts(rows, text_tokens), size)
+            forward(skeleton, latents, blank_prompts(skeleton, rows, text_tokens, size), size)
         peaks.append(int(live.peak))
     return max(peaks)
 
 
 def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:
     """Bytes of a batch, and FLOPs of one sample."""
-    size = spec.rollout.size
+    size = spec.rollout.size.whole
     pixels = size.height * size.width * size.num_frames
     rows = max(1, min(spec.rollout.batch_size, DECODED_PIXELS // pixels))
     latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)

@@ -20,7 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.settings import Size
-from flowfleet.planning.skeleton import META, MetaRun, extrapolated, inject_lora, load_skeleton, shortened
+from flowfleet.planning.skeleton import (
+    META,
+    MetaRun,
+    blank_prompts,
+    extrapolated,
+    inject_lora,
+    load_skeleton,
+    shortened,
+)
 from flowfleet.weights.weights import dtype_of
 
 NODES = (64, 128, 192)
@@ -72,6 +80,7 @@ def model_flops(spec: JobSpec) -> ModelFlops:
     skeleton = load_skeleton(
         model.path, dtype_of(model.dtype), components=("transformer",), max_sequence_length=model.max_sequence_length
     )
+    skeleton.resize_conditions(spec.rollout.condition_pixels)
     return count_model(skeleton, spec)
 
 
@@ -100,7 +109,7 @@ def _forward(skeleton: ModelAdapter, size: Size, stands_for: dict[nn.Module, int
 
 def _count(skeleton: ModelAdapter, size: Size, stands_for: dict[nn.Module, int], num_text_tokens: int) -> float:
     latents = torch.empty(1, *skeleton.latent_shape(size), device=META)
-    prompts = skeleton.blank_prompts(1, num_text_tokens)
+    prompts = blank_prompts(skeleton, 1, num_text_tokens, size)
     with FlopCounterMode(display=False) as counter:
         return extrapolated(
             stands_for,

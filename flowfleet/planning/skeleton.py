@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from flowfleet.job.spec import LoraPart
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.empty import empty_component
 from flowfleet.models.loading import ALL_COMPONENTS, Component, component_config, load_pipeline
 from flowfleet.models.registry import adapter_for
+from flowfleet.models.settings import Size
 from flowfleet.models.weight_files import PIPELINE
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights import lora
@@ -56,6 +59,12 @@ def load_skeleton(
     adapter = family(pipeline, vae_config, dtype=dtype, device=META)
     adapter.limit_tokens(max_sequence_length)
     return adapter
+
+
+def blank_prompts(skeleton: ModelAdapter, count: int, num_tokens: int, size: Size) -> PromptEmbeds:
+    """Blank prompts of a job whose samples have that size."""
+    prompts = skeleton.blank_prompts(count, num_tokens)
+    return replace(prompts, extras={**prompts.extras, **skeleton.blank_conditions(count, size)})
 
 
 def _own_skeleton(

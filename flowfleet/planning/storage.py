@@ -21,7 +21,7 @@ from flowfleet.models.settings import Size
 FP32: Final = 4
 TEXT_TOKENS: Final = 128
 """Default number of text tokens in a prompt, for models whose embedding length depends on the prompt."""
-_TEXT_WIDTHS: Final = ("joint_attention_dim", "text_dim", "cap_feat_dim")
+_TEXT_WIDTHS: Final = ("joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "context_in_dim")
 TOKEN_BYTES: Final = 13
 """A token's id, log-prob and mask."""
 PICTURE_SHARE, VIDEO_SHARE = 0.6, 0.1
@@ -127,10 +127,10 @@ def latent_elements(folder: Path, size: Size) -> int | None:
     try:
         config = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
         channels = config.get("latent_channels") or config["z_dim"]
-        levels = config.get("block_out_channels") or config["dim_mult"]
+        levels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or config["dim_mult"]
         space = config.get("scale_factor_spatial") or 2 ** (len(levels) - 1)
         time = config.get("scale_factor_temporal") or 2 ** sum(config.get("temperal_downsample", ()))
-        frames = 1 + (size.num_frames - 1) // time
+        frames = 1 + (size.num_frames - 1) // time - size.clean_frames
         return int(channels * frames * (size.height // space) * (size.width // space))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # the adapter will say why
         return None
@@ -141,6 +141,7 @@ def prompt_bytes(folder: Path, spec: JobSpec) -> int:
     try:
         config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
         width = next((int(config[name]) for name in _TEXT_WIDTHS if config.get(name)), 0)
+        width = width or config.get("text_hidden_dim", 0) * config.get("num_text_layers", 0)
     except (OSError, ValueError, TypeError, AttributeError):
         return 0
     return width * (spec.model.max_sequence_length or TEXT_TOKENS) * (FP32 if spec.model.dtype == "float32" else 2)

@@ -19,6 +19,14 @@ ROOT = Path(__file__).parents[2]
 RECIPES = [Path("recipes") / f"{name}.toml" for name in recipe_names()]
 KINDS = {
     "qwen-image-edit": "qwen_image_edit",
+    "qwen-image-2.1": "qwen_image_21",
+    "flux.2-klein": "flux2_klein",
+    "flux.1-kontext": "flux_kontext",
+    "sana": "sana",
+    "krea": "krea2",
+    "hunyuanvideo-1.5": "hunyuan_video_15",
+    "ti2v": "wan_5b",
+    "i2v": "wan_image",
     "qwen-image": "qwen_image",
     "flux": "flux_distilled",
     "stable-diffusion-3": "stable_diffusion_3",

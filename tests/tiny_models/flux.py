@@ -1,16 +1,17 @@
 """A random tiny FLUX.1, in both kinds.
 
 `make_tiny_flux(path)` writes a `FluxPipeline` folder without embedded guidance and with a static schedule, as
-FLUX.1-schnell is; `make_tiny_flux_distilled(path)` one with both, as FLUX.1-dev is. Latents are
-16 channels at 1/8 size, as in the real model.
+FLUX.1-schnell is; `make_tiny_flux_distilled(path)` one with both, as FLUX.1-dev is; `make_tiny_flux_kontext(path)` a
+`FluxKontextPipeline` with both. Latents are 16 channels at 1/8 size, as in the real model.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxPipeline, FluxTransformer2DModel
 
-from tests.tiny_models.stable_diffusion_3 import make_kl_vae
+from tests.tiny_models.stable_diffusion_3 import keep_contrast, make_kl_vae
 from tests.tiny_models.text_encoders import make_clip, make_clip_tokenizer, make_t5, make_t5_tokenizer
 
 CLIP_WIDTH = 24
@@ -27,13 +28,19 @@ def make_tiny_flux_distilled(path: Path, *, seed: int = 0) -> Path:
     return _make(path, seed, distilled=True)
 
 
-def _make(path: Path, seed: int, *, distilled: bool) -> Path:
+def make_tiny_flux_kontext(path: Path, *, seed: int = 0) -> Path:
+    """Writes a random fp32 `FluxKontextPipeline` checkpoint and returns `path`."""
+    return _make(path, seed, distilled=True, pipeline_class=FluxKontextPipeline)
+
+
+def _make(path: Path, seed: int, *, distilled: bool, pipeline_class: Any = FluxPipeline) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         clip_tokenizer, t5_tokenizer = make_clip_tokenizer(), make_t5_tokenizer()
-        FluxPipeline(
+        vae = make_kl_vae(scaling_factor=0.3611, shift_factor=0.1159)
+        pipeline_class(
             scheduler=_make_scheduler(dynamic=distilled),
-            vae=make_kl_vae(scaling_factor=0.3611, shift_factor=0.1159),
+            vae=keep_contrast(vae) if pipeline_class is FluxKontextPipeline else vae,
             text_encoder=make_clip(clip_tokenizer, CLIP_WIDTH, projection=False),
             tokenizer=clip_tokenizer,
             text_encoder_2=make_t5(t5_tokenizer, T5_WIDTH),

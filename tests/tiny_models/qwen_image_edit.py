@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
-from torch import nn
 from transformers import Qwen2VLImageProcessorPil
 
 from tests.tiny_models.qwen_image import (
@@ -20,6 +19,7 @@ from tests.tiny_models.qwen_image import (
     make_transformer,
     make_vae,
 )
+from tests.tiny_models.stable_diffusion_3 import keep_contrast
 
 PICTURE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
@@ -64,11 +64,7 @@ def _make(path: Path, seed: int, *, zero_cond_t: bool) -> Path:
 
 
 def _make_vae() -> AutoencoderKLQwenImage:
-    """Makes a VAE whose encoder keeps the contrast of pictures; default weights lose nearly all of it."""
-    vae = make_vae()
-    for module in (*vae.encoder.modules(), vae.quant_conv):
-        if isinstance(module, nn.Conv2d | nn.Conv3d):
-            nn.init.kaiming_normal_(module.weight)
+    vae: AutoencoderKLQwenImage = keep_contrast(make_vae())
     return vae
 
 

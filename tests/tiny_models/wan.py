@@ -1,8 +1,8 @@
 """Random tiny Wan checkpoints: `WanPipeline` folders with transformer, VAE, UMT5 encoder, tokenizer and scheduler.
 
 `make_tiny_wan` has one transformer, as Wan2.1; `make_tiny_wan_two_experts` two and a boundary, as Wan2.2 A14B;
-`make_tiny_wan_5b` a timestep a token and a VAE of 48 channels at 1/16 size, as Wan2.2 TI2V 5B. Each takes about a
-second and has under 2 M parameters.
+`make_tiny_wan_5b` a timestep a token and a VAE of 48 channels at 1/16 size, as Wan2.2 TI2V 5B; `make_tiny_wan_image` a
+`WanImageToVideoPipeline` with two experts, as Wan2.2 I2V A14B. Each takes about a second and has under 2 M parameters.
 """
 
 import string
@@ -14,6 +14,7 @@ from diffusers import (
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -60,6 +61,13 @@ def make_tiny_wan_5b(path: Path, *, seed: int = 0) -> Path:
     return _write(path, seed, _make_residual_vae, FlowMatchEulerDiscreteScheduler(shift=5.0), expand_timesteps=True)
 
 
+def make_tiny_wan_image(path: Path, *, seed: int = 0) -> Path:
+    """Writes a random fp32 `WanImageToVideoPipeline` checkpoint with two experts and returns `path`."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    made = {"boundary_ratio": 0.9, "pipeline_class": WanImageToVideoPipeline, "condition_channels": 20}
+    return _write(path, seed, _make_vae, scheduler=scheduler, **made)
+
+
 def make_wan_scheduler(flow_shift: float) -> UniPCMultistepScheduler:
     """The scheduler configuration published with Wan (flow_shift 3 for small and 5 for large videos)."""
     return UniPCMultistepScheduler(
@@ -81,28 +89,38 @@ def make_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=special + pieces, extra_ids=0, model_max_length=512)
 
 
-def _write(path: Path, seed: int, make_vae: Any, scheduler: Any, **config: Any) -> Path:
+def _write(
+    path: Path,
+    seed: int,
+    make_vae: Any,
+    scheduler: Any,
+    pipeline_class: Any = WanPipeline,
+    condition_channels: int = 0,
+    **config: Any,
+) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer, vae = make_tokenizer(), make_vae()
-        WanPipeline(
+        pipeline_class(
             tokenizer=tokenizer,
             text_encoder=_make_text_encoder(len(tokenizer)),
             vae=vae,
             scheduler=scheduler,
-            transformer=_make_transformer(vae.config.z_dim),
-            transformer_2=_make_transformer(vae.config.z_dim) if "boundary_ratio" in config else None,
+            transformer=_make_transformer(vae.config.z_dim, condition_channels),
+            transformer_2=(
+                _make_transformer(vae.config.z_dim, condition_channels) if "boundary_ratio" in config else None
+            ),
             **config,
         ).save_pretrained(path)
     return path
 
 
-def _make_transformer(channels: int) -> WanTransformer3DModel:
+def _make_transformer(channels: int, condition_channels: int = 0) -> WanTransformer3DModel:
     model = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=24,
-        in_channels=channels,
+        in_channels=channels + condition_channels,
         out_channels=channels,
         text_dim=TEXT_WIDTH,
         freq_dim=32,

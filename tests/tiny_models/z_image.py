@@ -5,6 +5,7 @@ template, scheduler; 0.6 M parameters, half of them in the transformer's time em
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
@@ -63,11 +64,16 @@ def _make_transformer() -> ZImageTransformer2DModel:
 
 def make_qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
     """A random Qwen3 of TEXT_WIDTH."""
-    config = Qwen3Config(
+    encoder: Qwen3Model = spread_prompts(Qwen3Model(qwen3_config(tokenizer, num_layers=3)))
+    return encoder
+
+
+def qwen3_config(tokenizer: Qwen2Tokenizer, *, num_layers: int) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=16,
@@ -76,9 +82,12 @@ def make_qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    encoder = Qwen3Model(config)
+
+
+def spread_prompts(encoder: Any) -> Any:
+    """Draws weights at which different prompts look different; the default scale of 0.02 would make all look alike."""
     for name, parameter in encoder.named_parameters():
-        if "embed_tokens" in name:  # The default scale of 0.02 would make all prompts look alike.
+        if "embed_tokens" in name:
             nn.init.normal_(parameter)
         elif parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -67,15 +67,27 @@ class FluxAdapter(PictureAdapter):
     def _predict(
         self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
+        return self._transform(expert, latents, position_ids(*self._token_grid(size)), timesteps, prompts, guidance)
+
+    def _transform(
+        self,
+        expert: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        timesteps: Tensor,
+        prompts: PromptEmbeds,
+        guidance: Guidance,
+    ) -> Tensor:
+        """The transformer's output (B, T, 4Z) float32 for tokens (B, T, 4Z) at positions (T, 3)."""
         assert not prompts.has_padding, "this transformer has no mask"
         output: Tensor = expert(
-            hidden_states=latents.to(self.dtype),
+            hidden_states=tokens.to(self.dtype),
             timestep=timesteps / 1000,
             guidance=self._embedded_guidance(timesteps, guidance),
-            pooled_projections=prompts.extras["pooled"].to(latents.device, self.dtype),
-            encoder_hidden_states=prompts.embeds.to(latents.device, self.dtype),
-            txt_ids=latents.new_zeros(prompts.embeds.shape[1], 3),
-            img_ids=position_ids(*self._token_grid(size)).to(latents.device),
+            pooled_projections=prompts.extras["pooled"].to(tokens.device, self.dtype),
+            encoder_hidden_states=prompts.embeds.to(tokens.device, self.dtype),
+            txt_ids=tokens.new_zeros(prompts.embeds.shape[1], 3),
+            img_ids=positions.to(tokens.device),
             return_dict=False,
         )[0]
         return output.float()
@@ -95,7 +107,7 @@ class FluxAdapter(PictureAdapter):
         return pack(self._vae.encode(frames))
 
 
-def position_ids(rows: int, columns: int) -> Tensor:
-    """(rows * columns, 3) float32: 0, row and column of each image token, for the rotary embedding."""
+def position_ids(rows: int, columns: int, picture: int = 0) -> Tensor:
+    """(rows * columns, 3) float32: number of the picture, row and column of each token, for the rotary embedding."""
     grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    return torch.nn.functional.pad(grid, (1, 0)).float()
+    return torch.nn.functional.pad(grid, (1, 0), value=picture).float()

@@ -92,7 +92,7 @@ def check_request(request: GenerationRequest, family: ModelFamily, lora: LoraSpe
     has_images = any(group.images for group in request.groups)
     if has_images and not family.takes_images:
         raise ValueError(f"{family.title} takes no condition images: remove `images` from the prompts")
-    if family.takes_images and not has_images:
+    if family.takes_images and not (has_images or family.images_optional):
         raise ValueError(f"{family.title} needs condition images: give `images` to every prompt")
     if request.sampling.guidance.embedded is not None and not family.embedded_guidance:
         raise ValueError(f"{family.title} takes no embedded guidance: remove rollout.embedded_guidance")

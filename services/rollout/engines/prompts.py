@@ -46,6 +46,7 @@ class PromptEncoder:
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._texts = PromptCache(lambda text: self._adapter.encode([text]))
+        self._negative_texts = PromptCache(lambda text: self._adapter.encode_negative([text]), CACHE_BYTES // 8)
 
     @torch.no_grad()
     def encode(self, request: GenerationRequest) -> Encoded:
@@ -53,6 +54,7 @@ class PromptEncoder:
         take in one batch."""
         self._adapter.latent_shape(request.sampling.size)
         self._adapter.resize_conditions(request.sampling.condition_pixels)
+        self._adapter.size_conditions(request.sampling.size)
         texts = [] if _has_images(request) else [group.prompt for group in request.groups]
         cached = frozenset(index for index, text in enumerate(texts) if text in self._texts)
         with timed(self._adapter.device) as seconds:
@@ -64,23 +66,24 @@ class PromptEncoder:
         if not _has_images(request):
             prompts = concat_embeds([self._texts.get(group.prompt) for group in request.groups])
             return prompts, self._negatives(request) if is_guided else None
-        prompts = self._with_images(request, [group.prompt for group in request.groups])
-        return prompts, self._with_images(request, _negative_texts(request)) if is_guided else None
+        prompts = self._with_images(request, [group.prompt for group in request.groups], self._adapter.encode)
+        if not is_guided:
+            return prompts, None
+        return prompts, self._with_images(request, _negative_texts(request), self._adapter.encode_negative)
 
-    def _with_images(self, request: GenerationRequest, texts: Sequence[str]) -> PromptEmbeds:
+    def _with_images(
+        self, request: GenerationRequest, texts: Sequence[str], encode: Callable[..., PromptEmbeds]
+    ) -> PromptEmbeds:
         """Encodes group by group, because the sizes of their images may differ before they are resized."""
         return concat_embeds(
-            [
-                self._adapter.encode([text], images=[group.images])
-                for group, text in zip(request.groups, texts, strict=True)
-            ]
+            [encode([text], images=[group.images]) for group, text in zip(request.groups, texts, strict=True)]
         )
 
     def _negatives(self, request: GenerationRequest) -> PromptEmbeds:
         texts = _negative_texts(request)
         if len(set(texts)) == 1:
-            return self._texts.get(texts[0])
-        return concat_embeds([self._texts.get(text) for text in texts])
+            return self._negative_texts.get(texts[0])
+        return concat_embeds([self._negative_texts.get(text) for text in texts])
 
 
 def _has_images(request: GenerationRequest) -> bool:

@@ -6,7 +6,7 @@ at `max_batch` rows and its prompts are padded to the longest of them, so a repe
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -89,7 +89,14 @@ class Sampler:
 
     def encode(self, request: GenerationRequest) -> Encoded:
         """See `PromptEncoder.encode`."""
-        return self._prompts.encode(request)
+        return self._prompts.encode(self._sized(request))
+
+    def _sized(self, request: GenerationRequest) -> GenerationRequest:
+        """The request whose size says what its condition images give."""
+        if not (self._adapter.clean_frames and any(group.images for group in request.groups)):
+            return request
+        size = replace(request.sampling.size, clean_frames=self._adapter.clean_frames)
+        return replace(request, sampling=replace(request.sampling, size=size))
 
     @torch.no_grad()
     def sample(
@@ -97,6 +104,7 @@ class Sampler:
     ) -> GeneratedBatch:
         """Makes one batch. `checkpoint` is called before every denoising step (before each one of media) and may raise
         to give the batch up."""
+        request = self._sized(request)
         media = [row.media for row in rows if row.media is not None]
         prompts = encoded.of([row.prompt for row in rows])
         made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
@@ -130,7 +138,7 @@ class Sampler:
             latents, path = self._denoise(request, prompts, rows, checkpoint)
         failures = _failures(latents, "denoised")
         with timed(self._adapter.device) as decode_s:
-            frames, failures = self._decoded(latents, request.sampling.size, failures)
+            frames, failures = self._decoded(latents, request.sampling.size, prompts[0], failures)
         records: Sequence[Trajectory | FinalLatents | None] = [None] * len(rows)
         if request.record == "steps":
             records = _trajectories(path, request, self._schedule(request))
@@ -139,15 +147,17 @@ class Sampler:
         kls = torch.stack(path.reference_kls).mean(0).tolist() if path.reference_kls else [0.0] * len(rows)
         return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]}, failures)
 
-    def _decoded(self, latents: Tensor, size: Size, failures: list[str]) -> tuple[np.ndarray, list[str]]:
+    def _decoded(
+        self, latents: Tensor, size: Size, prompts: PromptEmbeds, failures: list[str]
+    ) -> tuple[np.ndarray, list[str]]:
         """Frames, black where a row failed. Rows fail together where the VAE makes no picture of one of them."""
         kept = [row for row, failure in enumerate(failures) if not failure]
         frames = np.zeros((len(latents), size.num_frames, size.height, size.width, 3), np.uint8)
         try:
             if len(kept) == len(latents):
-                return self._adapter.decode(latents, size).numpy(), failures
+                return self._adapter.decode(latents, size, prompts).numpy(), failures
             if kept:
-                frames[kept] = self._adapter.decode(latents[kept], size).numpy()
+                frames[kept] = self._adapter.decode(latents[kept], size, prompts.select(kept)).numpy()
         except NotFinite as error:
             failures = [failure or str(error) for failure in failures]
         return frames, failures

@@ -67,7 +67,7 @@ def require_targets(experts: Mapping[str, Any], targets: Sequence[str]) -> None:
 def require_tokens(adapter: ModelAdapter, size: Size, degree: int) -> None:
     """Raises ValueError for a size whose tokens `degree` devices cannot share evenly."""
     assert adapter.sequence_patch is not None
-    tokens = prod(adapter.latent_shape(size)[1:]) // adapter.sequence_patch
+    tokens = prod(adapter.latent_shape(size.whole)[1:]) // adapter.sequence_patch
     if tokens % degree:
         raise ValueError(
             f"{degree} devices of this replica cannot share {tokens} tokens evenly: choose a height, width or "

@@ -24,9 +24,17 @@ NUM_STEPS = 2
 NUM_FRAMES = 5
 MAX_TOKENS = 24
 QUESTIONS = ("which color is the square ?", "what is in the film ?")
-FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "bagel", "hunyuan_image3")
-EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
-"""One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
+FROM_TEXT = (
+    *("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "bagel", "hunyuan_image3"),
+    *("sana", "krea2", "qwen_image_21"),
+)
+EDITS_AND_VIDEOS = (
+    *("qwen_image_edit", "flux2_klein", "flux_kontext"),
+    *("wan", "wan_two_experts", "wan_5b", "wan_image"),
+    *("hunyuan_video_15", "hunyuan_video_15_image"),
+)
+"""One checkpoint a family, and Wan with two experts and from an image as well; the trainer's and the rollout's tests
+meet every kind."""
 
 TEXTS = ("qwen3", "qwen3_moe", "thinker", "qwen3_omni", "bagel")
 """Checkpoints of models that write text; BAGEL is one of FROM_TEXT as well."""
@@ -37,11 +45,20 @@ PIPELINES = {
     "flux": "FluxPipeline",
     "chroma": "ChromaPipeline",
     "z_image": "ZImagePipeline",
+    "sana": "SanaPipeline",
+    "krea2": "Krea2Pipeline",
+    "qwen_image_21": "QwenImage21Pipeline",
     "qwen_image_edit": "QwenImageEditPlusPipeline",
+    "flux2_klein": "Flux2KleinPipeline",
+    "flux_kontext": "FluxKontextPipeline",
     "bagel": "BagelForConditionalGeneration",
     "hunyuan_image3": "HunyuanImage3ForCausalMM",
     "wan": "WanPipeline",
     "wan_two_experts": "WanPipeline",
+    "wan_5b": "WanPipeline",
+    "wan_image": "WanImageToVideoPipeline",
+    "hunyuan_video_15": "HunyuanVideo15Pipeline",
+    "hunyuan_video_15_image": "HunyuanVideo15ImageToVideoPipeline",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -56,7 +73,7 @@ Case = tuple[str, str, str]
 THROUGH_SERVICES: tuple[Case, ...] = (
     ("stable_diffusion_3", "flow_grpo", "full"),
     ("wan", "awm", "full"),
-    ("flux", "srpo", "lora"),
+    ("flux", "srpo", "full"),
     ("qwen3", "grpo", "lora"),
 )
 """A pair of each kind of loss: policy, matching, gradient, sequence. They run as processes, in test_services.py."""
@@ -123,10 +140,12 @@ in schedules that end above 0."""
 def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
     family = family_of(checkpoint)
     is_video, is_pairs = family.modality == "video", ALGORITHMS[algorithm].data == "preferences"
+    begins = family.holds_first_frame and checkpoint.name == "wan_5b"
+    has_images = begins or (family.takes_images > 0 and not family.holds_first_frame)
     job: dict[str, Any] = {
         "name": f"{checkpoint.name}-{algorithm}".replace("_", "-"),
         "model": {"path": str(checkpoint), "dtype": "float32"},
-        "data": {"train": str(data / _data_name(is_video, family.takes_images, is_pairs))},
+        "data": {"train": str(data / _data_name(is_video, has_images, is_pairs))},
         "rewards": {} if is_pairs else {reward_for(algorithm): {}},
         "algorithm": {"name": algorithm},
         "rollout": {
@@ -152,8 +171,10 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
         job["model"]["max_sequence_length"] = MAX_TOKENS
     if not is_pairs:
         job["rollout"]["group_size"] = GROUP_SIZE
-    if family.takes_images:
+    if has_images and not is_video:
         job["rollout"]["condition_pixels"] = SIZE * SIZE
+    if begins:
+        job["rollout"]["from_image"] = True
     return job
 
 

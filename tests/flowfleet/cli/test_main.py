@@ -383,6 +383,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--tolerance",
         ],
         "check-model": [],
+        "models": [],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--ca", "--check", "--dry-run", "--follow", "--from", "--idempotency-key", "--set", "--url"],

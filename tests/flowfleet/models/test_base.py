@@ -101,6 +101,7 @@ def test_every_registered_adapter_that_writes_text_is_complete(name: str, tmp_pa
     ("index", "message"),
     [
         ('{"_class_name": "FrobnicatePipeline"}', "FrobnicatePipeline, which is not supported: use one of .*QwenImage"),
+        ('{"_class_name": "SanaVideoPipeline"}', r"the nearest is SanaPipeline\).*docs/extending.md"),
         ("{}", "does not name a pipeline class"),
         ("[]", "does not name a pipeline class"),
         ("not json", "does not name a pipeline class"),

@@ -11,7 +11,7 @@ from flowfleet.models.settings import Size
 from flowfleet.planning.activations import measure
 from flowfleet.planning.compiled import compiled_bytes
 from flowfleet.planning.live import LiveBytes
-from flowfleet.planning.skeleton import META, load_skeleton, shortened
+from flowfleet.planning.skeleton import META, blank_prompts, load_skeleton, shortened
 from tests.tiny_models import MAKERS, make_tiny
 
 ROWS, TOKENS = 2, 12
@@ -32,7 +32,7 @@ def saved_by_real_tensors(path: Path, size: Size) -> int:
             held.append(storage)
         return tensor
 
-    latents, prompts = torch.zeros(ROWS, *adapter.latent_shape(size)), adapter.blank_prompts(ROWS, TOKENS)
+    latents, prompts = torch.zeros(ROWS, *adapter.latent_shape(size)), blank_prompts(adapter, ROWS, TOKENS, size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         velocity = adapter.velocity(latents, torch.tensor(1000.0), prompts, size=size)
     assert velocity.requires_grad
@@ -42,12 +42,12 @@ def saved_by_real_tensors(path: Path, size: Size) -> int:
 @pytest.mark.parametrize("kind", sorted(MAKERS))
 def test_every_family_keeps_on_the_meta_device_what_it_keeps_on_a_real_one(kind: str, tmp_path: Path) -> None:
     path = make_tiny(kind, tmp_path / kind)
-    size = Size(64, 64, 5 if kind.startswith("wan") else 1)
+    size = Size(64, 64, 5 if kind.startswith(("wan", "hunyuan_video")) else 1)
     skeleton = load_skeleton(path, torch.float32)
     expert = next(iter(skeleton.experts.values())).requires_grad_(True)
     latents, prompts = (
         torch.empty(ROWS, *skeleton.latent_shape(size), device=META),
-        skeleton.blank_prompts(ROWS, TOKENS),
+        blank_prompts(skeleton, ROWS, TOKENS, size),
     )
 
     with shortened(expert) as stands_for:

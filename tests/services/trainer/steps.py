@@ -83,7 +83,9 @@ class Drawer:
         family = adapter_for(spec.model.path)
         self.adapter: ModelAdapter = family.load(spec.model.path, dtype=dtype_of(spec.model.dtype))
         self._has_lora = False
-        self._images = (_IMAGE, ImageOps.mirror(_IMAGE)) if family_of(spec.model.path).takes_images else ()
+        known = family_of(spec.model.path)
+        takes = known.takes_images if not known.holds_first_frame else int(spec.rollout.from_image)
+        self._images = (_IMAGE, ImageOps.mirror(_IMAGE)) if takes else ()
 
     def load(self, state: dict[str, torch.Tensor], lora: Any) -> None:
         """Takes a published adapter."""

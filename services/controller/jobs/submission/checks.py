@@ -15,11 +15,11 @@ from flowfleet.prompts.prompt import Prompt
 from services.controller.fleet.directory import Directory
 from services.controller.jobs.submission.data_checks import prompt_problems, read_prompts
 from services.controller.jobs.submission.model_checks import (
+    checkpoint_problems,
     family_at,
     family_problems,
     limit_problems,
     pinned,
-    size_problems,
     storage_problems,
     weight_problems,
 )
@@ -126,7 +126,7 @@ def _file_problems(spec: JobSpec, sources: Sources, seen: _Seen, room: int) -> I
         yield f"model.path: {error}"
     else:
         yield from family_problems(spec, family)
-        yield from size_problems(spec, family, sources)
+        yield from checkpoint_problems(spec, family, sources)
         yield from weight_problems(spec, family, sources)
     yield from limit_problems(spec)
     for setting, adapter in _adapters(spec):

@@ -53,15 +53,27 @@ def _line_problems(
         yield from (f"{prompt.source}: {problem}" for problem in refused)
         return
     is_question = family is not None and family.takes_media and spec.writes_tokens
-    if family is not None and not is_question and bool(prompt.images) != family.takes_images:
-        wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
+    if family is not None and not is_question and (wish := _images_wanted(spec, family, len(prompt.images))):
         yield f"{prompt.source}: {family.title} {wish}"
-    elif not is_question and prompt.images and (problem := shapes.problem(prompt)):
+    elif not is_question and (problem := shapes.problem(prompt)):
         yield f"{prompt.source}: {problem}"
     for medium in media:
         problem = "" if is_question else _type_problem(spec, medium, is_condition=medium in prompt.images)
         if problem or not (is_remote(medium) or sources.places.is_file(medium)):
             yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
+
+
+def _images_wanted(spec: JobSpec, family: ModelFamily, number: int) -> str:
+    """Says what to change about a line's number of condition images; empty if the family takes them."""
+    if number > family.takes_images > 0:
+        return f"takes at most {family.takes_images} images a prompt: leave out the others"
+    if number > family.takes_images:
+        return 'takes no images: leave out "images"'
+    if number == 0 and family.takes_images and (not family.images_optional or spec.rollout.from_image):
+        return 'needs condition images: add "images"'
+    if number and family.holds_first_frame and not spec.rollout.from_image:
+        return 'makes videos from text alone: leave out "images", or set rollout.from_image = true'
+    return ""
 
 
 def _type_problem(spec: JobSpec, medium: str, *, is_condition: bool) -> str:

@@ -65,12 +65,15 @@ def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
     elif tokens is not None and most is not None and tokens > most:
         yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
-    if rollout.condition_pixels is not None and not family.takes_images:
-        yield f"rollout.condition_pixels has no effect on {family.title}, which takes no images: leave it out"
+    if rollout.from_image and not family.holds_first_frame:
+        yield f"rollout.from_image has no effect on {family.title}: leave it out"
+    if rollout.condition_pixels is not None and (not family.takes_images or family.modality == "video"):
+        why = "brings images to the video's size" if family.takes_images else "takes no images"
+        yield f"rollout.condition_pixels has no effect on {family.title}, which {why}: leave it out"
 
 
-def size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
-    """Sizes that the family's adapter would refuse."""
+def checkpoint_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
+    """Sizes and guidance that the checkpoint would refuse or ignore."""
     frames, step = spec.rollout.num_frames, family.frame_multiple
     if family.modality == "video" and (frames - 1) % step:
         less = frames - (frames - 1) % step
@@ -78,7 +81,15 @@ def size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Itera
             f"rollout.num_frames = {frames}: {family.title} makes 1 more than a multiple of {step} frames; set it to "
             f"{less} or {less + step}"
         )
-    multiple = _pixel_multiple(hub.configurations(sources.places.pipeline(spec.model.path)), family)
+    folder = hub.configurations(sources.places.pipeline(spec.model.path))
+    if spec.rollout.guidance.is_on and not family.guides_distilled and _says(folder, "is_distilled"):
+        yield (
+            f"rollout.guidance_scale = {spec.rollout.guidance_scale}: this {family.title} checkpoint is distilled and "
+            "ignores guidance; set it to 1"
+        )
+    if spec.rollout.from_image and family.holds_first_frame and not _says(folder, "expand_timesteps"):
+        yield f"rollout.from_image: this {family.title} checkpoint makes videos from text alone; leave it out"
+    multiple = _pixel_multiple(folder, family)
     rollout, schedule = spec.rollout, spec.schedule
     sides = {
         "rollout.height": rollout.height,
@@ -106,6 +117,14 @@ def storage_problems(spec: JobSpec, sources: Sources, held_out: int, room: int) 
             "schedule.validation_samples, or have the operator move blobs out of Redis (FLOWFLEET_BLOBS) or give it "
             "more memory"
         )
+
+
+def _says(path: Path, name: str) -> bool:
+    """Reads a switch of the checkpoint's index."""
+    try:
+        return bool(json.loads((path / "model_index.json").read_text(encoding="utf-8")).get(name))
+    except (OSError, ValueError, AttributeError):  # the adapter will say what is wrong with it
+        return False
 
 
 def _pixel_multiple(path: Path, family: ModelFamily) -> int:

@@ -17,7 +17,8 @@ from torch import Tensor
 from flowfleet.algorithms.sde import StepResult, reverse_step
 from flowfleet.conformance.models import SEEDS, generators, sample_ode
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
-from flowfleet.models.families.wan import WanAdapter, euler_schedule
+from flowfleet.models.families.wan import WanAdapter
+from flowfleet.models.schedules import euler_schedule
 from flowfleet.models.settings import Guidance, Size
 from tests.tiny_models import make_tiny
 from tests.tiny_models.wan import BOUNDARY_RATIO
@@ -108,7 +109,7 @@ def test_decoding_equals_the_pipelines_frames(
     levels = np.abs(frames.numpy().astype(int) - (videos * 255).round().astype(int))
     assert levels.max() <= 1
     assert (levels > 0).mean() < 1e-3  # where a value lies on the edge between two levels
-    monkeypatch.setattr("flowfleet.models.families.wan.CHUNK_PIXELS", 1)
+    monkeypatch.setattr("flowfleet.models.video_vae.CHUNK_PIXELS", 1)
     alone = (adapter.decode(latents, size).int() - frames.int()).abs()
     assert alone.max() <= 1
     assert (alone > 0).float().mean() < 1e-3
@@ -128,7 +129,7 @@ def test_media_are_encoded_as_the_pipelines_normalization_inverted(
     with torch.no_grad():
         posterior = adapter.vae.encode(frames.permute(0, 4, 1, 2, 3) / 127.5 - 1).latent_dist
     torch.testing.assert_close(latents / (1 / std) + mean, posterior.mode(), rtol=0, atol=1e-5)
-    monkeypatch.setattr("flowfleet.models.families.wan.CHUNK_PIXELS", 1)
+    monkeypatch.setattr("flowfleet.models.video_vae.CHUNK_PIXELS", 1)
     torch.testing.assert_close(adapter.encode_media(frames, size), latents, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="media must be uint8"):
         adapter.encode_media(frames[:, :4], size)

@@ -160,6 +160,54 @@ async def test_images_go_with_models_that_take_them(api: Api, job: Job, tmp_path
     assert detail.endswith('one.jsonl:1: Qwen-Image takes no images: leave out "images"')
 
 
+async def test_models_that_paint_with_images_and_without_take_either_for_a_whole_job(
+    api: Api, job: Job, tmp_path: Path
+) -> None:
+    klein = model(tmp_path / "klein", "Flux2KleinPipeline")
+    picture(tmp_path / "1.png", 64, 64)
+    bare, shown = {"prompt": "a"}, {"prompt": "a", "images": ["1.png"]}
+    assert await refusals(api, job(model=klein, data=lines(tmp_path / "bare.jsonl", bare, bare))) == []
+    assert await refusals(api, job(model=klein, data=lines(tmp_path / "shown.jsonl", shown, shown))) == []
+    [(_, detail)] = await refusals(api, job(model=klein, data=lines(tmp_path / "mixed.jsonl", shown, bare)))
+    assert "mixed.jsonl:2: has 0 condition images, but " in detail
+    kontext = model(tmp_path / "kontext", "FluxKontextPipeline")
+    two = {"prompt": "a", "images": ["1.png"] * 2}
+    [(_, detail)] = await refusals(api, job(model=kontext, data=lines(tmp_path / "two.jsonl", two)))
+    assert detail.endswith("two.jsonl:1: FLUX.1-Kontext takes at most 1 images a prompt: leave out the others")
+
+
+async def test_a_film_begins_with_an_image_where_job_and_checkpoint_say_so(api: Api, job: Job, tmp_path: Path) -> None:
+    wan, plain = model(tmp_path / "wan", "WanPipeline"), model(tmp_path / "plain", "WanPipeline")
+    index = {"_class_name": "WanPipeline", "expand_timesteps": True}
+    (tmp_path / "wan" / "model_index.json").write_text(json.dumps(index))
+    picture(tmp_path / "1.png", 64, 64)
+    bare = lines(tmp_path / "bare.jsonl", {"prompt": "a"})
+    shown = lines(tmp_path / "shown.jsonl", {"prompt": "a", "images": ["1.png"]})
+    film, begun = {"num_frames": 9}, {"num_frames": 9, "from_image": True}
+    assert await refusals(api, job(model=wan, data=shown, rollout=begun)) == []
+    assert await refusals(api, job(model=wan, data=bare, rollout=film)) == []
+    [(_, detail)] = await refusals(api, job(model=wan, data=shown, rollout=film))
+    assert detail.endswith('text alone: leave out "images", or set rollout.from_image = true')
+    [(_, detail)] = await refusals(api, job(model=wan, data=bare, rollout=begun))
+    assert detail.endswith('Wan needs condition images: add "images"')
+    [(setting, detail)] = await refusals(api, job(model=plain, data=shown, rollout=begun))
+    assert (setting, "makes videos from text alone" in detail) == ("rollout.from_image", True)
+    [(setting, detail)] = await refusals(api, job(rollout={"from_image": True}))
+    assert (setting, "no effect on Qwen-Image" in detail) == ("rollout.from_image", True)
+    [(setting, detail)] = await refusals(api, job(model=wan, data=shown, rollout={**begun, "condition_pixels": 1024}))
+    assert (setting, "brings images to the video's size" in detail) == ("rollout.condition_pixels", True)
+
+
+async def test_a_distilled_checkpoint_that_ignores_guidance_refuses_it(api: Api, job: Job, tmp_path: Path) -> None:
+    klein = model(tmp_path / "klein", "Flux2KleinPipeline")
+    rollout = {"guidance_scale": 4.0}
+    assert await refusals(api, job(model=klein, rollout=rollout)) == []
+    index = {"_class_name": "Flux2KleinPipeline", "is_distilled": True}
+    (tmp_path / "klein" / "model_index.json").write_text(json.dumps(index))
+    [(setting, detail)] = await refusals(api, job(model=klein, rollout=rollout))
+    assert (setting, "ignores guidance; set it to 1" in detail) == ("rollout.guidance_scale", True)
+
+
 @pytest.fixture
 def edit(job: Job, tmp_path: Path) -> Job:
     """A job that edits: each set of data is given as the images of its lines."""
