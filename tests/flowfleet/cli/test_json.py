@@ -57,6 +57,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
 
     (tmp_path / "job.json").write_text(json.dumps(job_settings(tmp_path, name="a-job")))
     assert told("settings", "lr")[0]["name"] == "trainer.optimizer.lr"
+    assert {"Krea2Pipeline", "QwenImagePipeline"} <= {one["pipeline"] for one in told("models")}
     assert told("submit", "job.json", "--check") == [
         {"data": "train", "prompts": 1, "first": 'A red sign that says "K7QX"', "metadata": []}
     ]
