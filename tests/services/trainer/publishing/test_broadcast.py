@@ -124,7 +124,8 @@ class Fleet:
         self.group = Group()
         for client in clients:
             client.fleet = self
-        worker: Any = SimpleNamespace(member=None, job=None, ranks=SimpleNamespace(device=torch.device("cpu")))
+        ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+        worker: Any = SimpleNamespace(member=None, job=None, ranks=ranks)
         runner: Any = SimpleNamespace(call=self.send, turn=nullcontext)
         self.worker, self.runner = worker, runner
         self.broadcaster = Broadcaster(worker, runner, "127.0.0.1")
