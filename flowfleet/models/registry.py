@@ -95,10 +95,16 @@ class ModelFamily:
 
     def load(self, *, writes_tokens: bool | None = None) -> Any:
         """Imports the adapter class; needs torch, and diffusers or transformers. `writes_tokens` chooses where a family
-        has flows and policies that write tokens."""
+        has flows and policies that write tokens. Raises ValueError where the installed libraries lack the model."""
         is_writer = bool(writes_tokens and self.writer)
         module, name = (self.writer if is_writer else self.adapter).split(":")
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise ValueError(
+                f"{self.title} cannot be loaded here: {error}. Install a newer diffusers or transformers "
+                "(docs/models.md says which)"
+            ) from error
 
 
 FAMILIES: dict[str, ModelFamily] = {}

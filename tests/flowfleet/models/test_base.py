@@ -1,6 +1,7 @@
 """Prompt embeds, seeded noise, and the choice of an adapter."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def test_seeded_noise_depends_on_the_seed_alone() -> None:
 def test_the_adapter_is_found_by_the_pipelines_class(tiny_qwen_image: Path) -> None:
     assert adapter_for(tiny_qwen_image) is QwenImageAdapter
     assert adapter_for(str(tiny_qwen_image)) is QwenImageAdapter
+
+
+def test_a_model_that_the_installed_diffusers_lacks_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flowfleet.models.families.qwen_image_21", None)
+    with pytest.raises(ValueError, match=r"Qwen-Image-2\.1 cannot be loaded here: .*Install a newer diffusers"):
+        FAMILIES["QwenImage21Pipeline"].load()
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if not family.writes_tokens))
