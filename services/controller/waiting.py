@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+Check = Callable[[], Awaitable[bool]]
+"""Returns True once the cause of a pause is gone."""
+
 
 class NotYet(Exception):
     """A command cannot be done now and will be asked for again. The message becomes the job's reason when that takes

@@ -21,7 +21,7 @@ from services.controller.fleet.pool import RolloutPool
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.ledger import RolledBack
 from services.controller.job.machine.state_machine import Machine
-from services.controller.job.mending import Check, Mending
+from services.controller.job.mending import Mending
 from services.controller.job.trainer.client import JobTrainer
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
@@ -30,6 +30,7 @@ from services.controller.rewards.scoring import Scoring
 from services.controller.store.pictures import Pictures
 from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
 from services.controller.store.store import Store
+from services.controller.waiting import Check
 
 if TYPE_CHECKING:
     from services.controller.job.reporting.reports import Reports

@@ -43,7 +43,6 @@ from services.controller.job.machine.command import (
 from services.controller.job.machine.ledger import Also, Ledger
 from services.controller.job.machine.state import Status
 from services.controller.job.machine.state_machine import Machine
-from services.controller.job.mending import Check
 from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
 from services.controller.job.reporting.counts import ProgressTold, counts_of
@@ -54,7 +53,7 @@ from services.controller.job.trainer.watch import TrainerWatch
 from services.controller.job.turn import Turn
 from services.controller.reading.places import NotAllowed
 from services.controller.store.records import reward_set
-from services.controller.waiting import NoPlace, NotYet, WaitedInVain
+from services.controller.waiting import Check, NoPlace, NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
 

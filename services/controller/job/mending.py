@@ -7,16 +7,16 @@ is still there.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+
+from redis.exceptions import RedisError
 
 from services.controller.concurrency import end
+from services.controller.waiting import Check
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 """From one check to the next."""
-
-Check = Callable[[], Awaitable[bool]]
 
 
 class Mending:
@@ -28,7 +28,7 @@ class Mending:
         self._asked = float("-inf")
 
     def wait_for(self, check: Check | None) -> None:
-        """`check` returns True once the cause is gone; None: there is nothing to wait for."""
+        """None: there is nothing to wait for."""
         self._check, self._asked = check, time.monotonic()
 
     def is_over(self) -> bool:
@@ -47,6 +47,8 @@ class Mending:
     async def _ask(self, check: Check) -> bool:
         try:
             return await check()
+        except RedisError:  # it cannot be known now
+            return False
         except Exception as error:  # the job finds out itself, and says so
             log.warning("check of a pause failed: %s: %s", type(error).__name__, error)
             return True

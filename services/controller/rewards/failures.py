@@ -1,11 +1,9 @@
 """Decides what a job does when a reward gives no scores: it tries again, or pauses."""
 
-from collections.abc import Awaitable, Callable
-
 import grpc
 
 from flowfleet.rewards import failures
-from services.controller.waiting import NotYet, WaitedInVain
+from services.controller.waiting import Check, NotYet, WaitedInVain
 
 
 class RewardFailure(NotYet):
@@ -29,7 +27,7 @@ class RewardPause(Exception):
     """The job must pause because a reward failed for too long. The message is the job's reason. `until` asks the reward
     again: True once it answers; None where a user must change something first."""
 
-    def __init__(self, reason: str, until: Callable[[], Awaitable[bool]] | None = None) -> None:
+    def __init__(self, reason: str, until: Check | None = None) -> None:
         super().__init__(reason)
         self.until = until
 

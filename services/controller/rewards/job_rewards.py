@@ -30,6 +30,7 @@ from services.controller.rewards.composition import PREFERENCE, Composed, compos
 from services.controller.rewards.failures import RewardFailure, RewardPause, why_failed, why_pending
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
+from services.controller.waiting import Check
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ MAX_CAUSE = 300
 """Characters of a cause that are kept."""
 Samples = Sequence[EncodedSample]
 Fetch = Callable[[], Awaitable[Samples]]
-Check = Callable[[], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
