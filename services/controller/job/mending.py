@@ -29,6 +29,9 @@ class Mending:
 
     def wait_for(self, check: Check | None) -> None:
         """None: there is nothing to wait for."""
+        if self._task is not None:
+            self._task.cancel()  # its answer is about a former pause
+            self._task = None
         self._check, self._asked = check, time.monotonic()
 
     def is_over(self) -> bool:

@@ -49,3 +49,20 @@ async def test_its_user_ends_the_waiting() -> None:
     waits.wait_for(None)
     assert waits.is_over()
     await waits.close()
+
+
+async def test_an_answer_is_about_the_pause_that_asked_for_it() -> None:
+    async def gone() -> bool:
+        return True
+
+    async def stays() -> bool:
+        return False
+
+    waits = Mending()
+    waits.wait_for(gone)
+    assert not waits.is_over()  # asked
+    waits.wait_for(stays)
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        assert not waits.is_over()
+    await waits.close()
