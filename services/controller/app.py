@@ -30,10 +30,10 @@ from services.controller.api.routes.system import seen_of_fleet
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
 from services.controller.metrics.monitor import count_jobs
-from services.controller.platform import open_platform
+from services.controller.platforms.kubernetes.deletion_cost import keep_deletion_costs
+from services.controller.platforms.platform import open_platform
 from services.controller.ports import SchedulerFactory
 from services.controller.retention.memory import Memory
-from services.controller.scaling.deletion_cost import keep_deletion_costs
 from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.settings import ControllerSettings
 from services.controller.store.store import Store

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.controller.fleet.replicas import Replica
 from services.controller.platforms.kubernetes.api import PODS, connect
-from services.controller.scaling.deletion_cost import ANNOTATION, cost, keep_deletion_costs
+from services.controller.platforms.kubernetes.deletion_cost import ANNOTATION, cost, keep_deletion_costs
 from tests.cluster.conftest import Cluster
 from tests.cluster.test_keda import deployment
 

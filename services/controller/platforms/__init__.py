@@ -1,1 +1,1 @@
-"""Where trainers run and what the fleet has: one folder a platform behind the protocols Launcher and Directory."""
+"""Where the fleet runs, a folder a platform: its directory, its launcher of trainers and their places."""

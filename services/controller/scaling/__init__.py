@@ -1,1 +1,1 @@
-"""How many replicas a pool needs, told to KEDA, and which of them may go first."""
+"""How many replicas a pool needs, told to KEDA."""

@@ -4,22 +4,25 @@ so each pod's cost is the work it has; a removed pod drains (SIGTERM) all the sa
 The cost grows with the logarithm of the outstanding samples, so it changes seldom, and few pods are updated at a time.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from flowfleet.errors import Conflict, NotFound, Unavailable
 from services.controller.fleet.replicas import Replica
-from services.controller.ports import Scheduler
+from services.controller.platforms.platform import SetCost
+
+if TYPE_CHECKING:
+    from services.controller.ports import Scheduler
 
 log = logging.getLogger(__name__)
 
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 LOOK_S = 1.0
 PODS_A_LOOK = 10
-
-SetCost = Callable[[str, int], Awaitable[None]]
-"""Tells a pod, by name, its deletion cost."""
 
 
 def cost(outstanding: int) -> int:

@@ -10,8 +10,8 @@ import pytest
 
 from flowfleet.errors import NotFound, Unavailable
 from services.controller.fleet.replicas import Replica
-from services.controller.scaling import deletion_cost
-from services.controller.scaling.deletion_cost import PODS_A_LOOK, DeletionCosts, cost, keep_deletion_costs
+from services.controller.platforms.kubernetes import deletion_cost
+from services.controller.platforms.kubernetes.deletion_cost import PODS_A_LOOK, DeletionCosts, cost, keep_deletion_costs
 from tests.waiting import until
 
 
