@@ -129,11 +129,12 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 def run_as_services(options: argparse.Namespace, spec: JobSpec, state_dir: Path) -> dict[str, Any]:
     """Figures of the measured steps. Raises RuntimeError with the ends of the logs where the job failed."""
+    count = options.rollouts
     stack_options = StackOptions(
         state_dir=state_dir,
         port=0,
         data_roots=data_folders(spec),
-        pools=(Pool(replicas=options.rollouts, engine=options.engine, max_batch=options.batch_size),),
+        pools=(Pool(replicas=count, engine=options.engine, max_batch=options.batch_size),) if count else (),
         rewards=(options.reward,),
     )
     with local_stack(stack_options) as stack, Client(stack.url) as client:
