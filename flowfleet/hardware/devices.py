@@ -151,11 +151,6 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and os.environ.get("FLOWFLEET_GRAPHS") != "off"
 
 
-def captures_updates() -> bool:
-    """Returns True if forwards with gradient are captured as well: by `FLOWFLEET_GRAPHS=all`."""
-    return os.environ.get("FLOWFLEET_GRAPHS") == "all"
-
-
 def has_triton(device: torch.device) -> bool:
     """Returns True if Triton's kernels run on the device. Triton comes with torch for CUDA on Linux."""
     return device.type == "cuda" and _HAS_TRITON

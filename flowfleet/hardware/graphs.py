@@ -99,6 +99,11 @@ class Graphs:
         torch._foreach_copy_(captured.inputs, tensors)
         return captured.shape(self._replay(captured))
 
+    @property
+    def holds(self) -> bool:
+        """True if graphs hold memory."""
+        return bool(self._graphs)
+
     def clear(self) -> None:
         """Forgets all graphs, and that kinds were launched."""
         self._warm.clear()

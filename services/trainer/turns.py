@@ -19,6 +19,8 @@ class Turns:
         self._changed = threading.Condition()
         self._training = False
         self._sampling = False
+        self.before_training: Callable[[], None] = lambda: None
+        """Called when nothing samples any more."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -27,6 +29,7 @@ class Turns:
             self._training = True
             self._changed.wait_for(lambda: not self._sampling)
         try:
+            self.before_training()
             yield
         finally:
             with self._changed:

@@ -48,8 +48,6 @@ from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
 
 log = logging.getLogger(__name__)
-SMALL_DEVICE_BYTES = 48 * 2**30
-"""Memory of a device below which graphs of updates are captured again after each turn of sampling."""
 
 
 class Engine:
@@ -188,16 +186,17 @@ class Engine:
 
     def _captured(self) -> list[Graphs]:
         # Without full checkpointing a graph would keep all activations.
-        trains = devices.captures_updates() and self.spec.trainer.gradient_checkpointing == "full"
+        trains = self.spec.trainer.gradient_checkpointing == "full"
         return [
             Graphs(expert, state=partial(lora.adapter_is_on, expert), trains=trains) for expert in self.experts.values()
         ]
 
-    def make_room(self) -> None:
-        """Frees the memory that updates' graphs hold between updates, where the device is small: samples need it."""
-        if self._graphs and (devices.memory_bytes(self.ranks.device) or 0) < SMALL_DEVICE_BYTES:
-            for graphs in self._graphs:
-                graphs.release()
+    def make_room(self) -> bool:
+        """Frees the memory that updates' graphs hold between updates. Returns True if there was any."""
+        held = [graphs for graphs in self._graphs if graphs.holds]
+        for graphs in held:
+            graphs.release()
+        return bool(held)
 
     @contextmanager
     def policy(self, policy: Policy) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowfleet.hardware import devices
 from flowfleet.models import level_tables
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
@@ -30,6 +31,7 @@ from services.trainer.model.loading import plain_name
 from services.trainer.parallel.sharding import local
 from services.trainer.turns import Turns
 
+SMALL_DEVICE_BYTES = 48 * 2**30
 MAX_BATCH = 256
 """Maximum rows of one forward; the same as a rollout's default."""
 
@@ -42,6 +44,9 @@ class SharingEngine(DiffusersEngine):
         pulse = Pulse(spec.timeouts.hang_s, shared=True)
         super().__init__(ranks.device, max_batch=MAX_BATCH, threads=num_threads(spec, ranks), pulse=pulse)
         self._trained, self._turns, self._shared = trained, turns, shared
+        self._is_short = False
+        """True once samples had no room next to the graphs of updates."""
+        turns.before_training = self._make_room
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         spec, trained_model = self._trained.spec, model_spec(self._trained.spec, model.fingerprint)
@@ -70,6 +75,12 @@ class SharingEngine(DiffusersEngine):
             setattr(adapter.pipeline, component, expert)
         return adapter
 
+    def _make_room(self) -> None:
+        """Frees the memory of samples' graphs, where the device is small: they are captured again."""
+        if (devices.memory_bytes(self.device) or SMALL_DEVICE_BYTES) < SMALL_DEVICE_BYTES:
+            for graphs in self._graphs:
+                graphs.release()
+
     def _encode(self, request: GenerationRequest) -> Any:
         with self._turns.sampling(self.pulse.beat):
             return super()._encode(request)
@@ -81,9 +92,19 @@ class SharingEngine(DiffusersEngine):
             checkpoint()
             self._turns.between_steps(self.pulse.beat)
 
+        def sampled() -> GeneratedBatch:
+            return super(SharingEngine, self)._sample(request, encoded, rows, between_steps)
+
         with self._turns.sampling(self.pulse.beat):
-            self._trained.make_room()
-            return super()._sample(request, encoded, rows, between_steps)
+            if self._is_short:
+                self._trained.make_room()
+            try:
+                return sampled()
+            except torch.OutOfMemoryError:
+                self._is_short = True
+                if not self._trained.make_room():
+                    raise
+            return sampled()  # the same bits: each row has its own seed
 
 
 def share(trained: nn.Module, bare: nn.Module) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from flowfleet.process.pulse import Pulse
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
 from flowfleet.quantization import layers
 from flowfleet.weights import weights
-from services.rollout.engines.base import GeneratedSample
+from services.rollout.engines.base import GeneratedBatch, GeneratedSample
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.trainer.model.engine import lora_spec, model_spec
 from services.trainer.parallel.ranks import Ranks
@@ -104,6 +105,31 @@ async def test_a_rank_makes_a_rollouts_bits_from_one_copy_of_the_base(worker: Wo
         assert_same(one, other)
     with pytest.raises(ValueError, match="it samples for that job alone"):
         await engine.prepare(model_spec(spec), None)
+    await engine.close()
+
+
+async def test_a_batch_without_room_is_made_again_without_the_graphs_of_updates(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, sample, lacks, holds = engine_of(worker), DiffusersEngine._sample, [True, False, False], [True, True]
+
+    def limited(self: DiffusersEngine, *args: Any) -> GeneratedBatch:
+        if lacks.pop(0):
+            raise torch.OutOfMemoryError
+        return sample(self, *args)
+
+    monkeypatch.setattr(DiffusersEngine, "_sample", limited)
+    monkeypatch.setattr(trained, "make_room", lambda: bool(holds) and holds.pop())
+    engine = SharingEngine(trained, worker.turns, worker.shared_adapter)
+    await engine.prepare(model_spec(trained.spec), lora_spec(trained.spec))
+    await engine.load_adapter(state_of(worker))
+    first, second = await sampled(engine), await sampled(engine)
+    assert not holds, "later batches free them first"
+    for one, other in zip(first, second, strict=True):
+        assert_same(one, other)
+    lacks[:] = [True]
+    with pytest.raises(torch.OutOfMemoryError):
+        await sampled(engine)
     await engine.close()
 
 
