@@ -67,7 +67,7 @@ async def contract(session: Session) -> str | None:
     return f"contract {number}"
 
 
-@check("modalities", "modalities are pictures, videos, texts or several of them", "describe")
+@check("modalities", "modalities are pictures, videos, texts, sounds or several of them", "describe")
 async def modalities(session: Session) -> str | None:
     given = list(session.described.modalities)
     known = set(Modality.values()) - {MODALITY_UNSPECIFIED}

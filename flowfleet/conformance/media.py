@@ -1,4 +1,4 @@
-"""The pictures, videos and texts that the suite sends: made here, the same each time."""
+"""The pictures, videos, sounds and texts that the suite sends: made here, the same each time."""
 
 import functools
 import io
@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
+from flowfleet.media.sound import SOUND_RATE, Sound, encode_sound
 from flowfleet.media.text import TEXT_TYPE
 from flowfleet.prompts.prompt import PICTURES
 
@@ -28,10 +29,10 @@ Media = tuple[bytes, str]
 
 
 def read(path: Path) -> Media:
-    """A picture, video or text of the user's. ValueError for another kind of file."""
-    media_type = {**PICTURES, ".mp4": VIDEO_TYPES[0], ".txt": TEXT_TYPE}.get(path.suffix.lower())
+    """A picture, video, sound or text of the user's. ValueError for another kind of file."""
+    media_type = {**PICTURES, ".mp4": VIDEO_TYPES[0], ".wav": "audio/wav", ".txt": TEXT_TYPE}.get(path.suffix.lower())
     if media_type is None:
-        raise ValueError(f"--image {path}: give a file that ends in {', '.join(PICTURES)} or .mp4, .txt")
+        raise ValueError(f"--image {path}: give a file that ends in {', '.join(PICTURES)} or .mp4, .wav, .txt")
     return path.read_bytes(), media_type
 
 
@@ -44,11 +45,28 @@ def picture(index: int, media_type: str = "image/png") -> Media:
 
 
 @functools.cache
-def video(index: int) -> Media:
+def video(index: int, sound: Sound | None = None) -> Media:
     """The same sign, which moves to the right."""
     still = np.asarray(_drawn(index))
     frames: Frames = np.stack([np.roll(still, _STEP * number, axis=1) for number in range(NUM_FRAMES)])
-    return encode_media(frames)
+    return encode_media(frames, sound=sound)
+
+
+def film(index: int) -> Media:
+    """The same with a tone; each index has a pitch and a loudness of its own."""
+    return video(index, _tone(index))
+
+
+def wave(index: int) -> Media:
+    """The tone alone."""
+    return encode_sound(_tone(index))
+
+
+@functools.cache
+def _tone(index: int) -> Sound:
+    times = np.arange(SOUND_RATE * NUM_FRAMES // 16) / SOUND_RATE
+    tone = np.sin(2 * np.pi * 220 * (index + 1) * times) / (index + 2)
+    return Sound(tone[None].astype(np.float32), SOUND_RATE)
 
 
 def answer(index: int) -> Media:

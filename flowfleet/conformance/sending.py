@@ -102,6 +102,7 @@ async def other_modality(session: Session) -> str | None:
         ("a picture", session.takes_pictures, media.picture),
         ("a video", session.takes_videos, media.video),
         ("a text", session.takes_texts, media.answer),
+        ("a sound", session.takes_sounds, media.wave),
     )
     own = session.media(0)[1].partition("/")[0]
     told = [await _other(session, *other) for other in others if other[2](0)[1].partition("/")[0] != own]

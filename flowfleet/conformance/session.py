@@ -17,6 +17,7 @@ from flowfleet.conformance.media import Media
 from flowfleet.proto import reward_pb2_grpc
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
+    MODALITY_SOUND,
     MODALITY_TEXT,
     MODALITY_VIDEO,
     DescribeRequest,
@@ -143,6 +144,10 @@ class Session:
         return MODALITY_VIDEO in self.described.modalities
 
     @property
+    def takes_sounds(self) -> bool:
+        return MODALITY_SOUND in self.described.modalities
+
+    @property
     def takes_texts(self) -> bool:
         return MODALITY_TEXT in self.described.modalities
 
@@ -177,6 +182,8 @@ class Session:
             return self._files[index % len(self._files)]
         if self.takes_pictures:
             return media.picture(index % 8)
+        if self.takes_sounds:
+            return media.film(index % 8)
         return media.video(index % 8) if self.takes_videos else media.answer(index % 8)
 
     def with_media(self, sample: RewardSample, file: Media) -> RewardSample:

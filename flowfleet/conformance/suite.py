@@ -25,6 +25,7 @@ _KINDS: Final = {
     Modality.MODALITY_IMAGE: "pictures",
     Modality.MODALITY_VIDEO: "videos",
     Modality.MODALITY_TEXT: "texts",
+    Modality.MODALITY_SOUND: "sounds",
 }
 
 OnResult = Callable[[Result], object]

@@ -1,22 +1,28 @@
-"""Frames to and from files: a picture is a PNG, a video an H.264 MP4. For whoever makes, stores or scores samples.
+"""Frames to and from files: a picture is a PNG, a video an H.264 MP4 whose sound is FLAC. For whoever makes, stores or
+scores samples.
 
 Files may come from strangers: `open_media` reads the header only and refuses what is over the `MediaLimits`, and
 `decode` holds the file to what its header promised. A picture is a video of one frame everywhere. PyAV is imported with
 the first video: it takes a third of a second, and most jobs are of pictures.
 """
 
+from __future__ import annotations
+
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from flowfleet.limits import MAX_MEDIA_BYTES
+
+if TYPE_CHECKING:
+    from flowfleet.media.sound import Sound
 
 Frames = NDArray[np.uint8]
 """(F, H, W, 3) RGB."""
@@ -123,13 +129,14 @@ def as_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def encode_media(frames: Frames, fps: float = 16.0) -> tuple[bytes, str]:
+def encode_media(frames: Frames, fps: float = 16.0, sound: Sound | None = None) -> tuple[bytes, str]:
     """A file and its media type: one frame becomes a PNG, more an MP4 that plays while it loads. Equal frames make
     equal bytes.
 
     Args:
         frames: (F, H, W, 3) uint8; of more than one frame height and width must be even.
         fps: frames a second of a video.
+        sound: of a video; kept at 16 bits without loss, so that rewards hear what was made.
 
     Raises ValueError for frames of another kind or size.
     """
@@ -142,7 +149,7 @@ def encode_media(frames: Frames, fps: float = 16.0) -> tuple[bytes, str]:
         raise ValueError(f"height and width of a video must be even, but they are {height} and {width}")
     if not 0 < fps <= 1000:
         raise ValueError(f"fps must be above 0 and at most 1000, but it is {fps}")
-    return _encode_video(frames, Fraction(fps).limit_denominator(1001)), "video/mp4"
+    return _encode_video(frames, Fraction(fps).limit_denominator(1001), sound), "video/mp4"
 
 
 def decode_media(data: bytes, media_type: str, limits: MediaLimits | None = None) -> Frames:
@@ -247,7 +254,7 @@ def _encode_picture(frame: Frames) -> bytes:
     return out.getvalue()
 
 
-def _encode_video(frames: Frames, fps: Fraction) -> bytes:
+def _encode_video(frames: Frames, fps: Fraction, sound: Sound | None) -> bytes:
     """Encodes on one thread: only so does x264 make equal bytes everywhere. Callers encode several videos at once."""
     import av
 
@@ -260,6 +267,11 @@ def _encode_video(frames: Frames, fps: Fraction) -> bytes:
         context.pix_fmt, context.thread_count = "yuv420p", 1
         context.colorspace = context.color_primaries = context.color_trc = _BT709
         context.color_range = _LIMITED_RANGE
+        track: Any = None
+        if sound is not None:
+            layout = "mono" if len(sound.samples) == 1 else "stereo"
+            track = container.add_stream("flac", rate=sound.rate, layout=layout, options={"strict": "-2"})
+            track.format = "s16"
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             picture = picture.reformat(
@@ -267,6 +279,10 @@ def _encode_video(frames: Frames, fps: Fraction) -> bytes:
             )
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
+        if sound is not None:
+            heard = av.AudioFrame.from_ndarray(sound.pcm().reshape(1, -1), format="s16", layout=track.layout)
+            heard.rate, heard.pts, heard.time_base = sound.rate, 0, Fraction(1, sound.rate)
+            container.mux([*track.encode(heard), *track.encode()])
     return out.getvalue()
 
 

@@ -53,6 +53,10 @@ class ModelFamily:
     """Guidance is an input of the transformer: `rollout.embedded_guidance` has an effect."""
     holds_first_frame: bool = False
     """`rollout.from_image` has an effect: with it, and with it alone, prompts come with a condition image."""
+    first_frame_flag: str = ""
+    """Flag of `model_index.json` that a checkpoint needs for `rollout.from_image`; empty: none."""
+    sounds: bool = False
+    """Films have sound: `rollout.sound_share` has an effect."""
     guides_distilled: bool = True
     """A checkpoint whose index says `is_distilled` heeds `rollout.guidance_scale`."""
     branch_guidance: bool = False

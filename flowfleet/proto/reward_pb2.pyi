@@ -29,6 +29,8 @@ class _ModalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Modality.Val
     MODALITY_IMAGE: _Modality.ValueType  # 1
     MODALITY_VIDEO: _Modality.ValueType  # 2
     MODALITY_TEXT: _Modality.ValueType  # 3
+    MODALITY_SOUND: _Modality.ValueType  # 4
+    """"audio/wav", and the sound of "video/mp4": a film without sound gets an error"""
 
 class Modality(_Modality, metaclass=_ModalityEnumTypeWrapper): ...
 
@@ -36,6 +38,8 @@ MODALITY_UNSPECIFIED: Modality.ValueType  # 0
 MODALITY_IMAGE: Modality.ValueType  # 1
 MODALITY_VIDEO: Modality.ValueType  # 2
 MODALITY_TEXT: Modality.ValueType  # 3
+MODALITY_SOUND: Modality.ValueType  # 4
+""""audio/wav", and the sound of "video/mp4": a film without sound gets an error"""
 Global___Modality: _TypeAlias = Modality  # noqa: Y015
 
 @_typing.final
@@ -95,7 +99,7 @@ class DescribeResponse(_message.Message):
     """of pixels, that a call of ScoreWithGradient may have at most; its answer has as many"""
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
-        """pictures, videos, texts; none counts as pictures"""
+        """pictures, videos, texts, sounds; none counts as pictures"""
 
     @_builtins.property
     def components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -27,16 +27,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flowfleet.errors import TooLarge
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, OpenedMedia, open_media
+from flowfleet.media.sound import SOUND_TYPES, OpenedSound, decode_sound
 from flowfleet.media.text import TEXT_TYPE, OpenedText, open_text
 from flowfleet.process.pulse import HANG_S, Pulse, add_pulse_arguments
 from flowfleet.process.service import rpc_parser, run_service, serving
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
+    MODALITY_SOUND,
     MODALITY_TEXT,
     MODALITY_VIDEO,
     DescribeRequest,
@@ -62,6 +66,7 @@ _MODALITIES: Final = {
     "image": (MODALITY_IMAGE, tuple(PICTURE_TYPES)),
     "video": (MODALITY_VIDEO, VIDEO_TYPES),
     "text": (MODALITY_TEXT, (TEXT_TYPE,)),
+    "sound": (MODALITY_SOUND, (*VIDEO_TYPES, *SOUND_TYPES)),
 }
 
 Scored = float | tuple[float, Mapping[str, float]] | Mapping[str, float]
@@ -86,7 +91,7 @@ class Sample:
     """Metadata of the prompt's line in the data set."""
     group_id: str
     """Equal for the samples of one prompt in one step."""
-    opened: OpenedMedia | OpenedText
+    opened: OpenedMedia | OpenedText | OpenedSound
 
     @property
     def media(self) -> bytes:
@@ -101,9 +106,14 @@ class Sample:
     @cached_property
     def frames(self) -> Frames:
         """(F, H, W, 3) uint8 RGB; F is 1 for a picture. ValueError for a text."""
-        if isinstance(self.opened, OpenedText):
-            raise ValueError("a text has no frames: `text` has the answer")
-        return self.opened.decode()
+        if isinstance(self.opened, OpenedMedia):
+            return self.opened.decode()
+        raise ValueError(f"{self.media_type} has no frames here: `text` has an answer, `sound` a sound")
+
+    @cached_property
+    def sound(self) -> NDArray[np.float32]:
+        """(samples,) from -1 to 1, one channel of 16,000 a second. ValueError for a film without sound."""
+        return decode_sound(self.media, self.media_type)
 
     @property
     def text(self) -> str:
@@ -137,7 +147,7 @@ class Reward:
     score_range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest score; ±infinity where there is no bound."""
     modalities: Sequence[str] = ("image",)
-    """Modalities among "image", "video" and "text"."""
+    """Modalities among "image", "video", "text" and "sound"."""
     components: Sequence[str] = ()
     """Names of all components that `score` may give."""
     params: type[Params] | None = None
@@ -338,9 +348,13 @@ class RewardServicer(RewardServiceServicer):
         types = self._reward.media_types
         if sample.media_type not in types:
             raise ValueError(f"media_type {sample.media_type!r} is not read here: send {', '.join(types)}")
-        is_text = sample.media_type == TEXT_TYPE
-        opened = open_text(sample.media) if is_text else open_media(sample.media, sample.media_type)
-        return Sample(sample.sample_id, sample.prompt, dict(sample.metadata), sample.group_id, opened)
+        given = sample.prompt, dict(sample.metadata), sample.group_id
+        return Sample(sample.sample_id, *given, self._opened(sample.media, sample.media_type))
+
+    def _opened(self, media: bytes, media_type: str) -> OpenedMedia | OpenedText | OpenedSound:
+        if media_type == TEXT_TYPE:
+            return open_text(media)
+        return OpenedSound(media, media_type) if media_type in SOUND_TYPES else open_media(media, media_type)
 
 
 def read_params(model: type[Params] | None, given: Mapping[str, str]) -> tuple[Params, ...]:

@@ -18,10 +18,12 @@ from statistics import fmean
 from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
 
 from flowfleet.media.files import Frames
+from flowfleet.media.sound import SOUND_RATE
 from flowfleet.part import Part, in_words
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
 from flowfleet.rewards.gradients import PixelInput, Pixels
@@ -33,6 +35,8 @@ Number = TypeVar("Number", int, float)
 
 NO_FRAMES: Final[Frames] = np.empty((0, 1, 1, 3), np.uint8)
 """Empty frames, which a text has."""
+
+NO_SOUND: Final[NDArray[np.float32]] = np.empty(0, np.float32)
 
 MAX_PICTURES = 8
 """Pictures that a scorer of pictures looks at in a video."""
@@ -54,6 +58,8 @@ class Sample:
     """Bytes of the file that the frames or the text were decoded from."""
     text: str = ""
     """The answer, for scorers of `MODALITY_TEXT`."""
+    sound: NDArray[np.float32] = field(default_factory=lambda: NO_SOUND)
+    """(samples,) from -1 to 1, one channel of the scorer's `sound_rate`, for scorers of `MODALITY_SOUND`."""
 
     @classmethod
     def of_text(cls, text: str, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:
@@ -156,6 +162,8 @@ class _Described(ABC, Generic[Params]):
     was made with."""
     modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE,)
     """Modalities that it scores. Samples of another modality get a `Problem` from the service and never reach it."""
+    sound_rate: int = SOUND_RATE
+    """Samples per second of a sound, for scorers of `MODALITY_SOUND`."""
     score_range: tuple[float, float]
     """Least and greatest score; ±inf where there is no bound."""
     components: tuple[str, ...] = ()

@@ -221,7 +221,7 @@ class JobRunner:
         job_rewards = JobRewards(
             self._shared.directory,
             spec.timeouts.score_s,
-            modality_of(spec),
+            modality_of(spec, self._shared.sources),
             self._shared.reward_calls,
             partial(
                 changed_file,

@@ -41,6 +41,7 @@ _KIND = {
     reward_pb2.MODALITY_IMAGE: "pictures",
     reward_pb2.MODALITY_VIDEO: "videos",
     reward_pb2.MODALITY_TEXT: "texts",
+    reward_pb2.MODALITY_SOUND: "videos",
 }
 
 Samples = Sequence[EncodedSample]
@@ -249,7 +250,16 @@ class RewardService:
         for one in described:
             if problem := newer_contract(name, self.service, one, "controller"):
                 raise RewardFailure(problem, permanent=True)
-            if modality not in (one.modalities or [reward_pb2.MODALITY_IMAGE]):
+            taken = set(one.modalities or [reward_pb2.MODALITY_IMAGE])
+            if modality == reward_pb2.MODALITY_VIDEO and taken == {reward_pb2.MODALITY_SOUND}:
+                raise RewardFailure(
+                    f"rewards.{name} scores sound, and the films of this job's model are silent: leave it out, or "
+                    "choose a model that makes films with sound",
+                    permanent=True,
+                )
+            if modality == reward_pb2.MODALITY_SOUND and reward_pb2.MODALITY_VIDEO in taken:
+                continue
+            if modality not in taken:
                 raise RewardFailure(
                     f"rewards.{name} does not score {_KIND[modality]}: leave it out of this job", permanent=True
                 )

@@ -19,11 +19,14 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from flowfleet import hub
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
+from flowfleet.models.registry import family_of
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
 from services.controller.fleet.directory import Directory
+from services.controller.prompts.sources import Sources
 from services.controller.rewards.answers import Answer
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.composition import PREFERENCE, Composed, compose
@@ -71,11 +74,17 @@ def preference(index: int) -> SampleScore:
     return SampleScore(1.0 - index, scores=scores, rewards=scores)
 
 
-def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
-    """Returns the modality that the rewards of a job must be able to score."""
+def modality_of(spec: JobSpec, sources: Sources) -> reward_pb2.Modality.ValueType:
+    """Returns the modality that the rewards of a job must be able to score; MODALITY_SOUND for films with sound."""
     if spec.writes_tokens:
         return reward_pb2.MODALITY_TEXT
-    return reward_pb2.MODALITY_VIDEO if spec.rollout.num_frames > 1 else reward_pb2.MODALITY_IMAGE
+    if spec.rollout.num_frames == 1:
+        return reward_pb2.MODALITY_IMAGE
+    try:
+        sounds = family_of(hub.configurations(sources.places.pipeline(spec.model.path))).sounds
+    except (OSError, ValueError):  # a submit has refused it; a running job's model may have gone since
+        sounds = True
+    return reward_pb2.MODALITY_SOUND if sounds else reward_pb2.MODALITY_VIDEO
 
 
 class _Fetched:

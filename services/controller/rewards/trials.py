@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet.job.data import Source
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.files import Frames, encode_media
+from flowfleet.media.sound import SOUND_RATE, Sound
 from flowfleet.media.text import TEXT_TYPE
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import reward_pb2
@@ -42,16 +43,23 @@ async def refusals(
     that were read just now; else they are read here."""
     if not rewards:
         return []
+    modality = await asyncio.to_thread(modality_of, spec, sources)
     prompts = await asyncio.to_thread(_prompts, spec, rewards, sources, firsts)
     found = await asyncio.gather(
-        *(_refusal(spec, name, part, directory, prompts[name]) for name, part in rewards.items())
+        *(_refusal(spec, name, part, directory, prompts[name], modality) for name, part in rewards.items())
     )
     return [problem for problem in found if problem]
 
 
-async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Directory, prompt: Prompt) -> str:
+async def _refusal(
+    spec: JobSpec,
+    name: str,
+    part: RewardPart,
+    directory: Directory,
+    prompt: Prompt,
+    modality: reward_pb2.Modality.ValueType,
+) -> str:
     service = RewardService(part.service_of(name), directory, TRIAL_S, RewardCalls(CollectorRegistry()))
-    modality = modality_of(spec)
     try:
         async with asyncio.timeout(TRIAL_S):
             await service.check(name, modality, needs_gradient=trains_on(spec, name, part))
@@ -102,7 +110,11 @@ def _samples(prompt: Prompt, count: int, modality: reward_pb2.Modality.ValueType
 def _medium(index: int, modality: reward_pb2.Modality.ValueType) -> tuple[bytes, str]:
     if modality == reward_pb2.MODALITY_TEXT:
         return f"The answer is {index}.".encode(), TEXT_TYPE
-    return encode_media(_drawn(index, NUM_FRAMES if modality == reward_pb2.MODALITY_VIDEO else 1))
+    if modality == reward_pb2.MODALITY_IMAGE:
+        return encode_media(_drawn(index, 1))
+    tone = np.sin(np.arange(SOUND_RATE // 4)[None] / (index + 4)) / (index + 2)
+    sound = Sound(tone.astype(np.float32), SOUND_RATE) if modality == reward_pb2.MODALITY_SOUND else None
+    return encode_media(_drawn(index, NUM_FRAMES), sound=sound)
 
 
 def _drawn(index: int, num_frames: int) -> Frames:

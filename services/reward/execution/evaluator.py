@@ -95,7 +95,7 @@ class Evaluator(Generic[Params]):
             self._decoders.shutdown()
 
     def _cut(self, samples: Sequence[EncodedSample]) -> list[Part]:
-        opened = [open_sample(sample, self.scorer.modalities) for sample in samples]
+        opened = [open_sample(sample, self.scorer.modalities, self.scorer.sound_rate) for sample in samples]
         batch = [opened[start:end] for start, end in bounds(units(samples, self.scorer.needs_group))]
         return list(_parts(batch, self._part_size(len(batch))))
 

@@ -81,7 +81,7 @@ CONTRACT = {
     "health": 'grpc.health.v1.Health, which says SERVING for ""',
     "describe": "string name = 1; not empty string version = 2; not empty",
     "contract": "of this file: 1; 0 counts as 1; 2 where a score may be pending",
-    "modalities": "pictures, videos, texts; none counts as pictures",
+    "modalities": "pictures, videos, texts, sounds; none counts as pictures",
     "score range": "below score_max; -infinity where there is no bound",
     "component names": "names it may return, each once",
     "batch limit": "At least 2 where needs_group is set",

@@ -9,8 +9,8 @@ import av
 import numpy as np
 import pytest
 
-from flowfleet.media.files import MediaError
-from flowfleet.media.sound import SOUND_RATE, decode_sound
+from flowfleet.media.files import MediaError, decode_media, encode_media
+from flowfleet.media.sound import SOUND_RATE, Sound, decode_sound, encode_sound
 
 
 def tone(rate: int, channels: int = 1, seconds: float = 0.5, hertz: float = 440.0) -> bytes:
@@ -70,3 +70,35 @@ def test_what_is_no_sound_is_refused(data: bytes, media_type: str, says: str) ->
 def test_a_long_sound_is_refused_before_all_of_it_is_decoded() -> None:
     with pytest.raises(MediaError, match=r"longer than 0\.2 s"):
         decode_sound(tone(16_000), "audio/wav", max_seconds=0.2)
+
+
+def made(channels: int, rate: int = 24_000) -> Sound:
+    """A tone of each channel's own pitch, 9 frames of a film long."""
+    times = np.arange(int(rate * 9 / 24)) / rate
+    tones = [0.5 * np.sin(2 * np.pi * 440 * (channel + 1) * times) for channel in range(channels)]
+    return Sound(np.stack(tones).astype(np.float32), rate)
+
+
+FILM = np.random.default_rng(0).integers(0, 256, (9, 32, 48, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_films_sound_is_kept_to_16_bits(channels: int) -> None:
+    sound = made(channels)
+    film, wave = encode_media(FILM, 24.0, sound), encode_sound(sound)
+    assert encode_media(FILM, 24.0, sound) == film
+    heard = decode_sound(*film, rate=sound.rate)
+    assert np.array_equal(heard, decode_sound(*wave, rate=sound.rate))
+    assert np.abs(heard - sound.samples.mean(0)).max() < 2**-14
+    assert len(decode_sound(*film)) == pytest.approx(SOUND_RATE * 9 / 24, abs=2)
+    silent = decode_media(*encode_media(FILM, 24.0))
+    assert np.array_equal(decode_media(*film), silent)  # the picture is the same
+
+
+def test_a_silent_film_is_refused_in_words() -> None:
+    with pytest.raises(MediaError, match="the film has no sound") as refused:
+        decode_sound(*encode_media(FILM))
+    assert refused.value.reason == "silent"
+    film, media_type = encode_media(FILM, 24.0, made(1))
+    with pytest.raises(MediaError, match="not a whole video/mp4"):
+        decode_sound(film[: len(film) // 2], media_type)

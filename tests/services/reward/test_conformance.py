@@ -33,6 +33,7 @@ PYTHON = {"function": "tests.services.reward.redness:redness", "path": str(Path(
         ("jpeg_compressibility", {}),
         ("jpeg_incompressibility", {}),
         ("motion", {}),
+        ("loudness", {}),
         ("ocr", {}),
         ("python", PYTHON),
         *ASKING.items(),
@@ -49,7 +50,7 @@ def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_pa
         file.write_text(json.dumps(settings))
         flags = ("--scorer", name, "--settings", str(file), "--threads", "1")
         service = stack.enter_context(reward_process(tmp_path, *flags))
-        report = conformance.run(f"grpc://{service.address}", OPTIONS)
+        report = conformance.run(f"grpc://{service.address}", replace(OPTIONS, metadata={"loudness": "-20"}))
     assert report.failed == [], report.text()
     noted = [result.name for result in report.results if result.status is conformance.Status.NOTE]
     blind = ["order and company", "truncated media", "large call in order", "media size"]

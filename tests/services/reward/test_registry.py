@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_SOUND, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.scorers import folders, without_settings
 from services.reward import scorers
 from services.reward.scorers.ocr import OcrParams
@@ -32,8 +32,8 @@ def test_every_scorer_describes_itself(name: str) -> None:
     assert scorer.score_range[0] < scorer.score_range[1]
     assert len(set(scorer.components)) == len(scorer.components) > 0
     if MODALITY_TEXT not in scorer.modalities:
-        assert MODALITY_VIDEO in scorer.modalities
-        assert (MODALITY_IMAGE in scorer.modalities) == (name != "motion")
+        assert {MODALITY_VIDEO, MODALITY_SOUND} & set(scorer.modalities)
+        assert (MODALITY_IMAGE in scorer.modalities) == (name not in ("motion", "loudness"))
 
 
 def test_unknown_names_are_refused() -> None:

@@ -1,5 +1,6 @@
 """REST: the current, requested and former rewards of a job, and how its shadows compare."""
 
+import asyncio
 from collections.abc import Mapping
 
 from fastapi import APIRouter, Request
@@ -113,7 +114,7 @@ async def _check_services(
     known = before.rewards | known_shadows
     for name, part in asked.items():
         if name not in known or part.service_of(name) != known[name].service_of(name):
-            await _describe(spec, name, part.service_of(name), directory)
+            await _describe(spec, name, part.service_of(name), directory, sources)
     if problems := await refusals(spec, asked, directory, sources):
         raise InvalidJob(problems)
 
@@ -122,10 +123,10 @@ def _asked_with(name: str, part: RewardPart) -> tuple[str, Mapping[str, str]]:
     return part.service_of(name), part.params
 
 
-async def _describe(spec: JobSpec, name: str, service: str, directory: Directory) -> None:
+async def _describe(spec: JobSpec, name: str, service: str, directory: Directory, sources: Sources) -> None:
     client = RewardService(service, directory, spec.timeouts.score_s, RewardCalls(CollectorRegistry()))
     try:
-        await client.check(name, modality_of(spec))
+        await client.check(name, await asyncio.to_thread(modality_of, spec, sources))
     except RewardFailure as failure:
         if failure.permanent:
             raise InvalidJob([str(failure)]) from None

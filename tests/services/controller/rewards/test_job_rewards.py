@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +17,8 @@ from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rewards.requests import EncodedSample
 from services.controller.platforms.local.directory import StaticDirectory
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import Places
 from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference
@@ -186,6 +190,9 @@ async def test_no_limit_is_no_limit(limit: int) -> None:
         ([reward_pb2.MODALITY_IMAGE], reward_pb2.MODALITY_VIDEO, "videos"),
         ([reward_pb2.MODALITY_VIDEO], reward_pb2.MODALITY_IMAGE, "pictures"),
         ([reward_pb2.MODALITY_IMAGE, reward_pb2.MODALITY_VIDEO], reward_pb2.MODALITY_VIDEO, None),
+        ([reward_pb2.MODALITY_SOUND], reward_pb2.MODALITY_SOUND, None),
+        ([reward_pb2.MODALITY_VIDEO], reward_pb2.MODALITY_SOUND, None),
+        ([reward_pb2.MODALITY_SOUND], reward_pb2.MODALITY_VIDEO, "films of this job's model are silent"),
     ],
 )
 async def test_a_reward_must_score_what_the_job_makes(
@@ -197,14 +204,17 @@ async def test_a_reward_must_score_what_the_job_makes(
         if refused is None:
             assert len(await job_rewards.score(samples(2))) == 2
         else:
-            with pytest.raises(RewardPause, match=rf"rewards\.ocr does not score {refused}: leave it out"):
+            with pytest.raises(RewardPause, match=rf"rewards\.ocr (does not )?scores?.* {refused}: leave it out"):
                 await job_rewards.score(samples(2))
 
 
-def test_videos_have_frames() -> None:
-    job = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
-    modalities = [modality_of(parse_job({**job, "rollout": {"num_frames": frames}})) for frames in (1, 5)]
-    assert modalities == [reward_pb2.MODALITY_IMAGE, reward_pb2.MODALITY_VIDEO]
+@pytest.mark.parametrize(("model", "film"), [("WanPipeline", "VIDEO"), ("LTX2Pipeline", "SOUND"), ("", "SOUND")])
+def test_videos_have_frames_and_those_of_some_models_sound(model: str, film: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": model}) if model else "")
+    job = {"model": {"path": str(tmp_path)}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
+    specs = [parse_job({**job, "rollout": {"num_frames": frames}}) for frames in (1, 9)]
+    modalities = [modality_of(spec, Sources(Places.of([tmp_path], [], tmp_path / "state"))) for spec in specs]
+    assert modalities == [reward_pb2.MODALITY_IMAGE, reward_pb2.Modality.Value(f"MODALITY_{film}")]
 
 
 def test_of_a_preference_the_chosen_is_worth_one() -> None:

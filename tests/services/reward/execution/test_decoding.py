@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowfleet.media.files import encode_media
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
+from flowfleet.media.sound import Sound, encode_sound
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_SOUND, MODALITY_VIDEO, Modality
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.decoding import MAX_PIXELS, MAX_SIDE, Opened, decode, open_sample
 from services.reward.scorer import Problem, Sample
@@ -102,6 +103,26 @@ def test_videos_are_read_for_scorers_that_take_them() -> None:
     refused = read(PICTURE, "image/png", (MODALITY_VIDEO,))
     assert isinstance(refused, Problem)
     assert refused.message == "media_type 'image/png' is not read here: send video/mp4"
+
+
+def test_a_scorer_of_sounds_hears_films_and_waves() -> None:
+    sound = Sound(np.full((1, 8000), 0.25, np.float32), 16_000)
+    frames = np.zeros((5, 16, 16, 3), np.uint8)
+    for media, media_type in (encode_media(frames, 16.0, sound), encode_sound(sound)):
+        heard = read(media, media_type, (MODALITY_SOUND,))
+        assert isinstance(heard, Sample)
+        assert len(heard.frames) == 0
+        assert np.abs(heard.sound - 0.25).max() < 2**-14
+    both = read(*encode_media(frames, 16.0, sound), (MODALITY_SOUND, MODALITY_VIDEO))
+    assert isinstance(both, Sample)
+    assert (len(both.frames), len(both.sound)) == (5, 8000)
+    silent = read(*encode_media(frames), (MODALITY_SOUND,))
+    assert isinstance(silent, Problem)
+    assert silent.reason == "silent"
+    assert "the film has no sound" in silent.message
+    refused = read(PICTURE, "image/png", (MODALITY_SOUND,))
+    assert isinstance(refused, Problem)
+    assert "send video/mp4, audio/wav" in refused.message
 
 
 def test_absurd_sizes_are_refused_from_the_header() -> None:

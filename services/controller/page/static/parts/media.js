@@ -22,6 +22,10 @@ export function Media({ sample, alt = sample.prompt, play = true, controls = fal
     return html`
       <${Answer} ...${{ sample, failed }} />
     `;
+  if (sample.media_type.startsWith("audio/"))
+    return html`
+      <audio src=${sample.media} aria-label=${alt} controls preload="metadata" onError=${failed}></audio>
+    `;
   if (!sample.media_type.startsWith("image/"))
     return html`
       <span class="gone">${sample.media_type}</span>
