@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms import registry
+from flowfleet.algorithms.parts import LatentParts, joined
 from flowfleet.hardware import devices
 
 Sigma = float | Tensor
@@ -46,6 +47,8 @@ class StepResult:
     """(B, ...): the sample at the next sigma; carries no gradient."""
     log_prob: Tensor
     """(B,) float64 where the device has it: mean over the elements of a sample; differentiable in the velocity."""
+    part_log_probs: Tensor
+    """(B, P) the same of each part of the latents, of which `log_prob` is joined; P is 1 where they have no parts."""
     mean: Tensor
     """(B, ...): differentiable in the velocity."""
     std: Tensor
@@ -63,6 +66,8 @@ class ReverseStep:
     name: str
     formula: StepFormula
     is_gaussian: bool = True
+    parts: LatentParts | None = None
+    """Parts of flat latents (B, N), whose log-probs are joined by their weights."""
 
     def __call__(
         self,
@@ -96,7 +101,11 @@ class ReverseStep:
         if prev_sample is None:
             prev_sample = mean if noise is None else mean + _rows(scales.std, latents) * noise.to(latents.dtype)
         prev_sample = prev_sample.detach().to(latents.dtype)
-        return StepResult(prev_sample, self._log_prob(prev_sample - mean, scales.std), mean, std)
+        squares = (prev_sample - mean).square().flatten(1)
+        pieces = torch.split(squares, list(self.parts.lengths), dim=1) if self.parts else (squares,)
+        log_probs = torch.stack([self._log_prob(piece, scales.std) for piece in pieces], dim=1)
+        log_prob = joined(log_probs, self.parts) if self.parts else log_probs[:, 0]
+        return StepResult(prev_sample, log_prob, log_probs, mean, std)
 
     def scales(self, sigma: Sigma, sigma_next: Sigma, eta: float, sigma_max: Sigma) -> StepScales:
         """Scales of steps from `sigma` to `sigma_next`; see `__call__` for the arguments."""
@@ -111,14 +120,13 @@ class ReverseStep:
         dt = s_next - s  # Euler, the step of diffusers' `FlowMatchEulerDiscreteScheduler`
         return StepScales(torch.ones_like(dt), dt, torch.zeros_like(dt))
 
-    def _log_prob(self, deviation: Tensor, std: Tensor) -> Tensor:
-        """(B,) from the deviation from the mean (B, ...); 0 in rows without noise.
+    def _log_prob(self, squares: Tensor, std: Tensor) -> Tensor:
+        """(B,) from the squared deviation from the mean (B, N); 0 in rows without noise.
 
         The mean is taken in float64: a clip range of .2 nats over a video's 10^7 elements is 2e-8, and float32 resolves
         log-probs to 1e-7. The rounding of single elements averages out, to about 1e-7 / sqrt(elements).
         """
-        squares = deviation.square().flatten(1)
-        squared = squares.mean(dim=1, dtype=torch.float64 if devices.has_float64(deviation.device) else None)
+        squared = squares.mean(dim=1, dtype=torch.float64 if devices.has_float64(squares.device) else None)
         has_noise = std > 0
         scale, offset = -has_noise.double(), torch.zeros_like(std)
         if self.is_gaussian:

@@ -37,7 +37,8 @@ class Trajectory:
     next_latents: Tensor
     """(W, *latent): x after each step."""
     log_probs: Tensor
-    """(W,) float64, or fp32 of a device without it: the rollout's own, a mean as `algorithms.sde` states."""
+    """(W,), or (W, P) of latents with parts; float64, or fp32 of a device without it: the rollout's own, means as
+    `algorithms.sde` states."""
     sigmas: Tensor
     """(W,)"""
     sigmas_next: Tensor
@@ -52,7 +53,7 @@ class Trajectory:
         check_tensor("step_indices", self.step_indices, (steps,), torch.int64)
         check_tensor("latents", self.latents, (steps, *self.latents.shape[1:]), torch.float32)
         check_tensor("next_latents", self.next_latents, tuple(self.latents.shape), torch.float32)
-        check_tensor("log_probs", self.log_probs.double(), (steps,), torch.float64)
+        check_tensor("log_probs", self.log_probs.double(), (steps, *self.log_probs.shape[1:2]), torch.float64)
         for name in ("sigmas", "sigmas_next", "timesteps"):
             check_tensor(name, getattr(self, name), (steps,), torch.float32)
         if steps == 0 or self.latents.dim() < 2:

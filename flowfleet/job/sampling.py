@@ -85,8 +85,12 @@ class RolloutPart(Part):
     condition_pixels: int | None = Field(default=None, ge=256, le=2**24)
     """Area that condition images are resized to; unset: the family's default."""
     from_image: bool = False
-    """Videos begin with the prompt's image, whose latent frame gets neither noise nor a loss: for Wan2.2 TI2V, which
-    also makes videos from text alone."""
+    """Videos begin with the prompt's image, whose latent frame gets neither noise nor a loss: for Wan2.2 TI2V and
+    LTX-2, which also make videos from text alone."""
+    sound_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """LTX-2: share of the sound's mean in log-probs, KL and losses; the picture has the rest. Unset: the sound's
+    share of the elements, 2 % at 512 × 768, since ratios are then the whole film's, and Adam scales the sound's own
+    layers by itself."""
     batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one Generate call: whole groups are packed up to it."""
     compile: bool = False

@@ -110,6 +110,9 @@ class ModelAdapter(ABC):
     clean_frames: int = 0
     """Latent frames that a condition image gives, where the family holds them clean: see `Size`."""
 
+    fps: ClassVar[float] = 16.0
+    """Frames of a film per second."""
+
     dtype: torch.dtype
     """Data type that the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
@@ -148,7 +151,6 @@ class ModelAdapter(ABC):
         cls, path: Any, dtype: torch.dtype, device: Any, components: Sequence[Component], load_format: LoadFormat
     ) -> tuple[Any, dict[str, Any]]:
         """The pipeline, and the VAE's configuration; see `load`."""
-        vae_config = component_config(cls.vae_class, path, "vae")
         pipeline = load_pipeline(
             cls.pipeline_class,
             path,
@@ -160,7 +162,12 @@ class ModelAdapter(ABC):
             vae_dtype=cls.vae_dtype,
             load_format=load_format,
         )
-        return pipeline, vae_config
+        return pipeline, cls.configuration(path)
+
+    @classmethod
+    def configuration(cls, path: Any) -> dict[str, Any]:
+        """The VAE's configuration. Raises ValueError for a checkpoint without."""
+        return component_config(cls.vae_class, path, "vae")
 
     def complete(self, pipeline: Any) -> None:
         """Gives another pipeline of the same checkpoint the parts that this family makes by itself."""
@@ -248,6 +255,11 @@ class ModelAdapter(ABC):
     @abstractmethod
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """Shape of one sample's latents. Raises ValueError for a size that the model cannot draw."""
+
+    def part_lengths(self, size: Size) -> tuple[int, ...]:
+        """Elements of a film's picture and of its sound, which flat latents hold in this order; () for silent films and
+        pictures."""
+        return ()
 
     def initial_latents(self, seeds: Sequence[int], size: Size) -> Tensor:
         """(B, *latent_shape) float32 standard normal on the CPU, row i from seeds[i] alone: the numbers that the
@@ -357,6 +369,11 @@ class ModelAdapter(ABC):
             latents = self._joined(latents, prompts.rows(len(latents)))
         with torch.no_grad():
             return self._decode(latents, size.whole)
+
+    def decode_sound(self, latents: Tensor, size: Size) -> tuple[Tensor, int]:
+        """Returns the sounds (B, channels, samples) of final latents, float32 from -1 to 1 on the CPU, and their
+        samples per second. For families with `part_lengths`. Needs the VAE."""
+        raise NotImplementedError(f"{type(self).__name__} makes silent films")
 
     def _joined(self, latents: Tensor, prompts: PromptEmbeds) -> Tensor:
         """Latents with their clean frames."""

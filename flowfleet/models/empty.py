@@ -5,13 +5,17 @@ attributes that no `to_empty` knows of.
 """
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+
+_PIPELINES = {module.name for module in pkgutil.iter_modules(diffusers.pipelines.__path__)}
 
 
 def empty_component(index: Mapping[str, Any], path: str | Path, part: str, dtype: torch.dtype) -> nn.Module | None:
@@ -27,14 +31,17 @@ def empty_component(index: Mapping[str, Any], path: str | Path, part: str, dtype
         OSError: no configuration.
     """
     library, name = index.get(part) or ("", "")
-    if library not in ("diffusers", "transformers"):
+    if library in _PIPELINES:  # the module of a pipeline, which has some of its parts
+        kind = getattr(importlib.import_module(f"diffusers.pipelines.{library}"), name, None)
+    elif library in ("diffusers", "transformers"):
+        kind = getattr(importlib.import_module(library), name, None)
+    else:
         return None
-    kind = getattr(importlib.import_module(library), name, None)
     if kind is None:
         raise ValueError(f"{library} has no {name}: install the version that the checkpoint was made with")
     if not issubclass(kind, nn.Module):
         return None
-    make = _of_diffusers if library == "diffusers" else _of_transformers
+    make = _of_transformers if library == "transformers" else _of_diffusers
     return empty_model(lambda: make(kind, path, part, dtype), dtype)
 
 

@@ -22,7 +22,7 @@ from flowfleet.job.spec import LoraPart
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.empty import empty_component
-from flowfleet.models.loading import ALL_COMPONENTS, Component, component_config, load_pipeline
+from flowfleet.models.loading import ALL_COMPONENTS, Component, load_pipeline
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.models.weight_files import PIPELINE
@@ -55,8 +55,7 @@ def load_skeleton(
             module = _component(index, path, name, wanted)
             if module is not None:
                 pipeline.register_modules(**{name: module})
-    vae_config = component_config(family.vae_class, path, "vae")
-    adapter = family(pipeline, vae_config, dtype=dtype, device=META)
+    adapter = family(pipeline, family.configuration(path), dtype=dtype, device=META)
     adapter.limit_tokens(max_sequence_length)
     return adapter
 

@@ -123,7 +123,9 @@ def trajectory_bytes(spec: JobSpec, latent: int) -> int:
 
 def latent_elements(folder: Path, size: Size) -> int | None:
     """Elements of a sample's latents by the VAE's configuration; None where that does not say, as in checkpoints with a
-    layout of their own."""
+    layout of their own and films with sound."""
+    if (folder / "audio_vae").is_dir():
+        return None
     try:
         config = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
         channels = config.get("latent_channels") or config["z_dim"]

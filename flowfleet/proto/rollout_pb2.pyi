@@ -69,6 +69,7 @@ class Sampling(_message.Message):
     IMAGE_GUIDANCE_SCALE_FIELD_NUMBER: _builtins.int
     GUIDANCE_RENORM_FIELD_NUMBER: _builtins.int
     FULL_PRECISION_FIELD_NUMBER: _builtins.int
+    SOUND_SHARE_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
@@ -99,6 +100,8 @@ class Sampling(_message.Message):
     """"global", "channel", "text_channel", for models that offer it; empty: the family's default"""
     full_precision: _builtins.bool
     """linears that have float8 copies (ModelSpec.quantization "fp8") compute with their weights as they are"""
+    sound_share: _builtins.float
+    """of a film's sound in log-probs, from 0 to 1; absent: by its share of the elements"""
     @_builtins.property
     def sequence(self) -> Global___SequenceSampling:
         """present for a policy that writes tokens; the fields above are then empty, and so is Noise"""
@@ -121,11 +124,12 @@ class Sampling(_message.Message):
         image_guidance_scale: _builtins.float | None = ...,
         guidance_renorm: _builtins.str = ...,
         full_precision: _builtins.bool = ...,
+        sound_share: _builtins.float | None = ...,
         sequence: Global___SequenceSampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "image_guidance_scale", b"image_guidance_scale", "sequence", b"sequence", "shift", b"shift"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "_sound_share", b"_sound_share", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "image_guidance_scale", b"image_guidance_scale", "sequence", b"sequence", "shift", b"shift", "sound_share", b"sound_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "full_precision", b"full_precision", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "guidance_renorm", b"guidance_renorm", "guidance_scale", b"guidance_scale", "height", b"height", "image_guidance_scale", b"image_guidance_scale", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "_sound_share", b"_sound_share", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "full_precision", b"full_precision", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "guidance_renorm", b"guidance_renorm", "guidance_scale", b"guidance_scale", "height", b"height", "image_guidance_scale", b"image_guidance_scale", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "sound_share", b"sound_share", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015
@@ -137,6 +141,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__image_guidance_scale: _TypeAlias = _typing.Literal["_image_guidance_scale", b"_image_guidance_scale"]  # noqa: Y015
     _WhichOneofReturnType__shift: _TypeAlias = _typing.Literal["shift"]  # noqa: Y015
     _WhichOneofArgType__shift: _TypeAlias = _typing.Literal["_shift", b"_shift"]  # noqa: Y015
+    _WhichOneofReturnType__sound_share: _TypeAlias = _typing.Literal["sound_share"]  # noqa: Y015
+    _WhichOneofArgType__sound_share: _TypeAlias = _typing.Literal["_sound_share", b"_sound_share"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__embedded_guidance) -> _WhichOneofReturnType__embedded_guidance | None: ...
     @_typing.overload
@@ -147,6 +153,8 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__image_guidance_scale) -> _WhichOneofReturnType__image_guidance_scale | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shift) -> _WhichOneofReturnType__shift | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sound_share) -> _WhichOneofReturnType__sound_share | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 

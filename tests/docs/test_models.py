@@ -26,10 +26,11 @@ def test_the_table_is_up_to_date() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_algorithm_is_taken_on_every_family_of_its_kind(family: str, algorithm: str) -> None:
     """Models and algorithms compose, flows with those of flows and models that write text with theirs; but for
-    gradients of rewards, which are of pictures."""
+    gradients of rewards, which are of pictures, and for data sets of films, which are read without sound."""
     kind = LOSSES[ALGORITHMS[algorithm].loss].kind
     reason = support.refusal(FAMILIES[family], ALGORITHMS[algorithm])
     suits = kind != "gradient" or FAMILIES[family].modality == "image"
+    suits = suits and not (FAMILIES[family].sounds and ALGORITHMS[algorithm].data == "preferences")
     is_of_its_kind = FAMILIES[family].trains(writes_tokens=kind == "sequence")
     assert (reason == "") == (is_of_its_kind and suits), reason
 

@@ -19,6 +19,7 @@ MAKERS = {
     "wan_image": "tests.tiny_models.wan:make_tiny_wan_image",
     "hunyuan_video_15": "tests.tiny_models.hunyuan_video_15:make_tiny_hunyuan_video_15",
     "hunyuan_video_15_image": "tests.tiny_models.hunyuan_video_15:make_tiny_hunyuan_video_15_image",
+    "ltx2": "tests.tiny_models.ltx2:make_tiny_ltx2",
     "z_image": "tests.tiny_models.z_image:make_tiny_z_image",
     "qwen_image_edit": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit",
     "flux2_klein": "tests.tiny_models.flux2_klein:make_tiny_flux2_klein",

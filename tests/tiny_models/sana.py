@@ -21,7 +21,7 @@ def make_tiny_sana(path: Path, *, seed: int = 0) -> Path:
     """Writes a random fp32 `SanaPipeline` checkpoint under `path` and returns `path`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = _make_tokenizer()
+        tokenizer = make_gemma_tokenizer()
         SanaPipeline(
             tokenizer=tokenizer,
             text_encoder=_make_gemma(len(tokenizer)),
@@ -34,7 +34,7 @@ def make_tiny_sana(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def _make_tokenizer() -> GemmaTokenizer:
+def make_gemma_tokenizer() -> GemmaTokenizer:
     """A BPE that knows the words of the pipeline's instruction and single characters."""
     bpe = Tokenizer(models.BPE(unk_token="<unk>"))
     bpe.normalizer = normalizers.Replace(" ", "▁")

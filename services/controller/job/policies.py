@@ -91,6 +91,7 @@ class FlowPolicy:
             sampler="" if sampler == "euler" else sampler,
             shift=spec.rollout.shift,
             full_precision=spec.rollout.previews_alone_in_fp8,
+            sound_share=spec.rollout.sound_share,
         )
 
 

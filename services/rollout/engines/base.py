@@ -20,6 +20,7 @@ from torch import Tensor
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.data.trajectories import FinalLatents, Trajectory
+from flowfleet.media.sound import Sound
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
@@ -59,6 +60,8 @@ class Sampling:
     """Static shift of the noise levels; None is the checkpoint's."""
     full_precision: bool = False
     """True if linears that have float8 copies compute with their original weights."""
+    sound_share: float | None = None
+    """Weight of a film's sound in log-probs and KL; None: by its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,9 @@ class GeneratedSample:
     record: Trajectory | FinalLatents | TokenTrajectory | None
     frames: np.ndarray = field(default_factory=lambda: NO_FRAMES)
     """(F, H, W, 3) uint8; one frame for pictures, none for a text."""
+    sound: Sound | None = None
+    fps: float = 16.0
+    """Frames of a film per second."""
     reference_kl: float = 0.0
     """Mean over the noisy steps, if the request asked for it."""
     text: str | None = None

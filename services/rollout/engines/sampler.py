@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.losses import reference_kl
+from flowfleet.algorithms.parts import LatentParts, scaled
 from flowfleet.algorithms.samplers import tail_length
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
 from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, tail_sigmas
 from flowfleet.data.trajectories import FinalLatents, Trajectory
+from flowfleet.media.sound import Sound
 from flowfleet.models.base import ModelAdapter, NotFinite, Schedule
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.settings import Size
@@ -54,13 +56,15 @@ class _Path:
     latents: list[Tensor] = field(default_factory=list)
     next_latents: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+    """(B,) each, or (B, P) of latents with parts."""
     reference_kls: list[Tensor] = field(default_factory=list)
     """(B,) each, if they were asked for."""
 
     def keep(self, latents: Tensor, result: StepResult) -> None:
         self.latents.append(latents)
         self.next_latents.append(result.prev_sample)
-        self.log_probs.append(result.log_prob)
+        of_parts = result.part_log_probs
+        self.log_probs.append(result.log_prob if of_parts.shape[1] == 1 else of_parts)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class _Made:
     seconds: dict[str, float]
     failures: Sequence[str]
     """Why a row is no sample; "" where it is one."""
+    sounds: Sequence[Sound | None]
 
 
 class Sampler:
@@ -109,9 +114,11 @@ class Sampler:
         prompts = encoded.of([row.prompt for row in rows])
         made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
         samples = tuple(
-            GeneratedSample(row.group, row.index, row.seed, record, frames, reference_kl, failure=failure)
-            for row, frames, record, reference_kl, failure in zip(
-                rows, made.frames, made.records, made.reference_kls, made.failures, strict=True
+            GeneratedSample(
+                row.group, row.index, row.seed, record, frames, sound, self._adapter.fps, reference_kl, failure=failure
+            )
+            for row, frames, sound, record, reference_kl, failure in zip(
+                rows, made.frames, made.sounds, made.records, made.reference_kls, made.failures, strict=True
             )
         )
         seconds = made.seconds | {"encode": made.seconds["encode"] + encoded.seconds * len(rows) / request.num_samples}
@@ -129,7 +136,8 @@ class Sampler:
                 latents = self._adapter.encode_media(torch.from_numpy(frames[None]), request.sampling.size)
                 records.append(FinalLatents(latents[0]))
         failures = _failures(torch.stack([record.latents for record in records]), "encoded")
-        return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]}, failures)
+        none = [None] * len(media)
+        return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]}, failures, none)
 
     def _drawn(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
@@ -138,29 +146,37 @@ class Sampler:
             latents, path = self._denoise(request, prompts, rows, checkpoint)
         failures = _failures(latents, "denoised")
         with timed(self._adapter.device) as decode_s:
-            frames, failures = self._decoded(latents, request.sampling.size, prompts[0], failures)
+            frames, sounds, failures = self._decoded(latents, request.sampling.size, prompts[0], failures)
         records: Sequence[Trajectory | FinalLatents | None] = [None] * len(rows)
         if request.record == "steps":
             records = _trajectories(path, request, self._schedule(request))
         elif request.record == "final":
             records = [FinalLatents(row) for row in latents.cpu()]
         kls = torch.stack(path.reference_kls).mean(0).tolist() if path.reference_kls else [0.0] * len(rows)
-        return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]}, failures)
+        seconds = {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]}
+        return _Made(frames, records, kls, seconds, failures, sounds)
 
     def _decoded(
         self, latents: Tensor, size: Size, prompts: PromptEmbeds, failures: list[str]
-    ) -> tuple[np.ndarray, list[str]]:
-        """Frames, black where a row failed. Rows fail together where the VAE makes no picture of one of them."""
+    ) -> tuple[np.ndarray, list[Sound | None], list[str]]:
+        """Frames, black where a row failed, and sounds. Rows fail together where the VAE makes no picture of one of
+        them."""
         kept = [row for row, failure in enumerate(failures) if not failure]
         frames = np.zeros((len(latents), size.num_frames, size.height, size.width, 3), np.uint8)
+        sounds: list[Sound | None] = [None] * len(latents)
         try:
             if len(kept) == len(latents):
-                return self._adapter.decode(latents, size, prompts).numpy(), failures
-            if kept:
-                frames[kept] = self._adapter.decode(latents[kept], size, prompts.select(kept)).numpy()
+                frames = self._adapter.decode(latents, size, prompts).numpy()
+            elif kept:
+                latents = latents[kept]
+                frames[kept] = self._adapter.decode(latents, size, prompts.select(kept)).numpy()
+            if kept and self._adapter.part_lengths(size):
+                waves, rate = self._adapter.decode_sound(latents, size)
+                for row, wave in zip(kept, waves.numpy(), strict=True):
+                    sounds[row] = Sound(wave, rate)
         except NotFinite as error:
             failures = [failure or str(error) for failure in failures]
-        return frames, failures
+        return frames, sounds, failures
 
     def _precision(self, request: GenerationRequest) -> AbstractContextManager[None]:
         """Computes with the weights as they are, where a replica with float8 copies is asked to."""
@@ -178,6 +194,7 @@ class Sampler:
         seeds = [row.seed for row in rows]
         before: Prediction | None = None
         latents = adapter.initial_latents([row.initial_seed for row in rows], sampling.size).to(adapter.device)
+        parts = LatentParts.of(adapter.part_lengths(sampling.size), sampling.sound_share)
 
         def velocity_at(step: int, latents: Tensor) -> Tensor:
             return adapter.velocity(
@@ -196,7 +213,7 @@ class Sampler:
             if step in noise.steps:
                 drawn = adapter.step_noise(seeds, step, latents.shape[1:]).to(adapter.device)
                 reverse = partial(
-                    reverse_step(noise.step_type),
+                    replace(reverse_step(noise.step_type), parts=parts),
                     latents,
                     sigma=sigma,
                     sigma_next=sigma_next,
@@ -209,7 +226,8 @@ class Sampler:
                 if request.reference_kl:
                     with self._without_lora():
                         reference = reverse(velocity=velocity_at(step, latents), prev_sample=result.prev_sample)
-                    path.reference_kls.append(reference_kl(result.mean, reference.mean, result.std))
+                    means = scaled(result.mean, parts), scaled(reference.mean, parts)
+                    path.reference_kls.append(reference_kl(*means, result.std))
                 latents = result.prev_sample
             elif step < course.second_order_from:
                 latents = ode_step(latents, velocity, sigma, sigma_next)

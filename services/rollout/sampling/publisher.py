@@ -120,7 +120,7 @@ class Publisher:
         if generated.text is not None:
             data, media_type = generated.text.encode("utf-8", "replace"), TEXT_TYPE
         else:
-            data, media_type = await self._in_pool(encode_media, generated.frames)
+            data, media_type = await self._in_pool(encode_media, generated.frames, generated.fps, generated.sound)
         return Media(blob=await self._put_own(request, "media", generated, data), media_type=media_type)
 
     async def _put_own(self, request: GenerateRequest, kind: str, sample: GeneratedSample, data: bytes) -> BlobRef:

@@ -162,6 +162,7 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
         cast(SamplerName, _one_of(get_args(SamplerName), "sampler", message.sampler or "euler")),
         _number(message, "shift", "a finite number above 0, or remove it", lambda it: it > 0),
         message.full_precision,
+        _number(message, "sound_share", "a number from 0 to 1, or remove it", lambda it: 0 <= it <= 1),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.parts import LatentParts, joined
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.samples import sample_name
 from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
@@ -126,6 +127,7 @@ class StepReader(Reader):
         super().__init__(adapter, *args)
         rollout = self._spec.rollout
         self._shape = adapter.latent_shape(rollout.size)
+        self._parts = LatentParts.of(adapter.part_lengths(rollout.size), rollout.sound_share)
         self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
 
     def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
@@ -155,10 +157,13 @@ class StepReader(Reader):
                 **common,
                 latents=torch.stack([record.latents for record in steps], 1).to(device),
                 next_latents=torch.stack([record.next_latents for record in steps], 1).to(device),
-                rollout_log_probs=torch.stack([record.log_probs for record in steps], 1).to(device),
+                rollout_log_probs=torch.stack([self._log_probs(record) for record in steps], 1).to(device),
             )
         places = tuple(self._place(item) for item in items)
         return FinalBatch(**common, clean=torch.stack([record.latents for record in records]).to(device), places=places)
+
+    def _log_probs(self, record: Trajectory) -> Tensor:
+        return joined(record.log_probs, self._parts) if self._parts else record.log_probs
 
     def _place(self, item: TrainSample) -> tuple[int, int]:
         loss, sample_id = self._spec.loss, item.sample.id
@@ -191,6 +196,9 @@ class StepReader(Reader):
         if trajectory.step_indices.tolist() != steps:
             raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, expected {steps}")
         self._check_shape(trajectory.latents.shape[1:])
+        num_parts = len(self._parts.lengths) if self._parts else 1
+        if trajectory.log_probs.shape[1:].numel() != num_parts:
+            raise InvalidRequest(f"it has log-probs {tuple(trajectory.log_probs.shape)}, but {num_parts} parts")
         sigmas, sigmas_next = self._schedule.sigmas[steps], self._schedule.sigmas[[step + 1 for step in steps]]
         if not (torch.equal(trajectory.sigmas, sigmas) and torch.equal(trajectory.sigmas_next, sigmas_next)):
             raise InvalidRequest(

@@ -21,7 +21,7 @@ SIZE = 32
 NUM_PROMPTS = 2
 GROUP_SIZE = 4
 NUM_STEPS = 2
-NUM_FRAMES = 5
+NUM_FRAMES = 9
 MAX_TOKENS = 24
 QUESTIONS = ("which color is the square ?", "what is in the film ?")
 FROM_TEXT = (
@@ -31,7 +31,7 @@ FROM_TEXT = (
 EDITS_AND_VIDEOS = (
     *("qwen_image_edit", "flux2_klein", "flux_kontext"),
     *("wan", "wan_two_experts", "wan_5b", "wan_image"),
-    *("hunyuan_video_15", "hunyuan_video_15_image"),
+    *("hunyuan_video_15", "hunyuan_video_15_image", "ltx2"),
 )
 """One checkpoint a family, and Wan with two experts and from an image as well; the trainer's and the rollout's tests
 meet every kind."""
@@ -59,6 +59,7 @@ PIPELINES = {
     "wan_image": "WanImageToVideoPipeline",
     "hunyuan_video_15": "HunyuanVideo15Pipeline",
     "hunyuan_video_15_image": "HunyuanVideo15ImageToVideoPipeline",
+    "ltx2": "LTX2Pipeline",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",

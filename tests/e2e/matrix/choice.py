@@ -117,6 +117,8 @@ def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
     """Why the least job of an algorithm on a family is refused; empty where it is taken."""
     if kind := sequences.refusal(family, LOSSES[algorithm.loss]):
         return kind
+    if family.sounds and algorithm.data == "preferences":
+        return "it learns from films with sound, and films of a data set are read without"
     job: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"train": "data.jsonl"},

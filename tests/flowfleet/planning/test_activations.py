@@ -42,7 +42,7 @@ def saved_by_real_tensors(path: Path, size: Size) -> int:
 @pytest.mark.parametrize("kind", sorted(MAKERS))
 def test_every_family_keeps_on_the_meta_device_what_it_keeps_on_a_real_one(kind: str, tmp_path: Path) -> None:
     path = make_tiny(kind, tmp_path / kind)
-    size = Size(64, 64, 5 if kind.startswith(("wan", "hunyuan_video")) else 1)
+    size = Size(64, 64, 9 if kind.startswith(("wan", "hunyuan_video", "ltx")) else 1)
     skeleton = load_skeleton(path, torch.float32)
     expert = next(iter(skeleton.experts.values())).requires_grad_(True)
     latents, prompts = (

@@ -12,6 +12,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
+from flowfleet.algorithms.parts import LatentParts, joined
 from flowfleet.algorithms.sde import ode_step, reverse_step
 from flowfleet.errors import DataLoss
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
@@ -24,7 +25,7 @@ from services.rollout.engines.diffusers import DiffusersEngine
 from tests.services.rollout.conftest import adapter_of, final_of, make_request, path_of
 from tests.tiny_models import MAKERS, make_tiny
 
-VIDEO_FRAMES = 5
+VIDEO_FRAMES = 9
 NUM_STEPS = 2
 """The second one is of the low-noise expert where there are two."""
 CONDITION_PIXELS = 32 * 32
@@ -99,7 +100,8 @@ async def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine,
             negative=negative,
         )
         assert velocity.requires_grad
-        result = reverse_step("sde")(
+        parts = LatentParts.of(adapter.part_lengths(request.sampling.size), None)
+        result = replace(reverse_step("sde"), parts=parts)(
             latents,
             velocity,
             paths[0].sigmas[step],
@@ -108,7 +110,8 @@ async def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine,
             sigma_max=adapter.schedule(NUM_STEPS, request.sampling.size).sigma_max,
             prev_sample=torch.stack([path.next_latents[step] for path in paths]),
         )
-        assert torch.equal(result.log_prob, torch.stack([path.log_probs[step] for path in paths]))
+        stored = torch.stack([path.log_probs[step] for path in paths])
+        assert torch.equal(result.log_prob, joined(stored, parts) if parts else stored)
     for module in adapter.experts.values():
         module.requires_grad_(False)
 
@@ -149,6 +152,9 @@ async def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(
     for one, same in zip(first.samples, again.samples, strict=True):
         assert torch.equal(path_of(one).next_latents[-1], final_of(same))
         assert np.array_equal(one.frames, same.frames)
+        assert (one.sound is not None) == family_of(model.path).sounds
+        if one.sound and same.sound:
+            assert np.array_equal(one.sound.samples, same.sound.samples)
     assert not np.array_equal(first.samples[0].frames, first.samples[1].frames)
 
 
@@ -161,7 +167,12 @@ async def test_finished_media_become_latents(ready: DiffusersEngine, model: Mode
     groups = tuple(
         replace(group, media=tuple(media[2 * place : 2 * place + 2])) for place, group in enumerate(request.groups)
     )
-    batch = await batch_of(ready, replace(request, groups=groups))
+    request = replace(request, groups=groups)
+    if family_of(model.path).sounds:
+        with pytest.raises(ValueError, match="read without"):
+            await batch_of(ready, request)
+        return
+    batch = await batch_of(ready, request)
     expected = [adapter_of(ready).encode_media(torch.from_numpy(frames[None]), size)[0] for frames in media]
     assert [(sample.group, sample.index) for sample in batch.samples] == [(0, 3), (0, 5), (1, 3), (1, 5)]
     for sample, frames, latents in zip(batch.samples, media, expected, strict=True):

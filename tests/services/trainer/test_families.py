@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wan_image": VIDEO,
     "hunyuan_video_15": VIDEO,
     "hunyuan_video_15_image": VIDEO,
+    "ltx2": {"num_frames": 9, "sound_share": 0.5},
     "flux2_klein": {"guidance_scale": 2.0},
     "flux_kontext": {"condition_pixels": 1024},
     "qwen_image_edit": {"condition_pixels": 1024, "guidance_scale": 2.0},

@@ -49,6 +49,11 @@ def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
     rollout = spec.rollout
     if kind := sequences.refusal(family, spec.loss):
         yield f"algorithm.loss = {spec.loss.name}: {kind}"
+    if spec.method.data == "preferences" and family.sounds:
+        yield (
+            f"algorithm.name = {spec.method.name}: {family.title} learns from films with sound, and films of a data "
+            "set are read without; choose an algorithm that samples, such as online_dpo"
+        )
     if rollout.num_frames > 1 and family.modality == "image":
         videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"
         yield (
@@ -67,6 +72,8 @@ def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
     if rollout.from_image and not family.holds_first_frame:
         yield f"rollout.from_image has no effect on {family.title}: leave it out"
+    if rollout.sound_share is not None and not family.sounds:
+        yield f"rollout.sound_share has no effect on {family.title}, whose films are silent: leave it out"
     if rollout.condition_pixels is not None and (not family.takes_images or family.modality == "video"):
         why = "brings images to the video's size" if family.takes_images else "takes no images"
         yield f"rollout.condition_pixels has no effect on {family.title}, which {why}: leave it out"
@@ -87,7 +94,7 @@ def checkpoint_problems(spec: JobSpec, family: ModelFamily, sources: Sources) ->
             f"rollout.guidance_scale = {spec.rollout.guidance_scale}: this {family.title} checkpoint is distilled and "
             "ignores guidance; set it to 1"
         )
-    if spec.rollout.from_image and family.holds_first_frame and not _says(folder, "expand_timesteps"):
+    if spec.rollout.from_image and family.first_frame_flag and not _says(folder, family.first_frame_flag):
         yield f"rollout.from_image: this {family.title} checkpoint makes videos from text alone; leave it out"
     multiple = _pixel_multiple(folder, family)
     rollout, schedule = spec.rollout, spec.schedule

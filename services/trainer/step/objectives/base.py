@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.parts import LatentParts
 from flowfleet.algorithms.sde import StepResult, reverse_step
 from flowfleet.algorithms.settings import RatioSettings
 from flowfleet.hardware import devices
@@ -120,7 +121,7 @@ def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch
 def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepResult:
     """Evaluates the k-th stored step, denoising step `step`, of the active policy at the stored next latents."""
     noise, schedule = engine.spec.rollout.noise, engine.schedule
-    return reverse_step(noise.type)(
+    return replace(reverse_step(noise.type), parts=latent_parts(engine))(
         batch.latents[k],
         velocity(engine, batch.latents[k], schedule.timesteps[step], batch),
         schedule.sigmas[step],
@@ -129,3 +130,9 @@ def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepRes
         sigma_max=schedule.sigma_max,
         prev_sample=batch.next_latents[k],
     )
+
+
+def latent_parts(engine: Engine) -> LatentParts | None:
+    """Parts of the job's samples, with their weights."""
+    rollout = engine.spec.rollout
+    return LatentParts.of(engine.adapter.part_lengths(rollout.size), rollout.sound_share)

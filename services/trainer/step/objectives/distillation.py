@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.distillation import DistillationRows
+from flowfleet.algorithms.parts import scaled
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.policies import Teacher
 from services.trainer.step.inputs import Batch, StepsBatch
-from services.trainer.step.objectives.base import Forward, StepInputs, stored_step
+from services.trainer.step.objectives.base import Forward, StepInputs, latent_parts, stored_step
 
 
 class DistillationObjective:
@@ -75,7 +76,9 @@ class DistillationObjective:
         """(B,) with gradient."""
         result = stored_step(self._engine, batch, k, self._steps[k])
         teacher_mean = torch.stack([self._means[row][k] for row in batch.rows])
-        output = self._loss(DistillationRows(result.mean, teacher_mean, result.std), self._part)
+        parts = latent_parts(self._engine)
+        rows = DistillationRows(scaled(result.mean, parts), scaled(teacher_mean, parts), result.std)
+        output = self._loss(rows, self._part)
         self._totals.add_sums(batch, output.sums)
         loss: Tensor = output.loss
         return loss

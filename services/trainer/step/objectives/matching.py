@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.matching.losses import MatchingRows, noisy
+from flowfleet.algorithms.parts import scaled
 from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.policies import Policy, needs_reference
 from services.trainer.step.inputs import Batch, FinalBatch
-from services.trainer.step.objectives.base import Forward, StepInputs, velocity
+from services.trainer.step.objectives.base import Forward, StepInputs, latent_parts, velocity
 from services.trainer.step.objectives.draws import draws_of
 
 
@@ -85,13 +86,13 @@ class MatchingObjective:
         noise, sigma = self._drawn(item, k)
         old, reference = item.velocities.get("old"), item.velocities.get("reference")
         rows = MatchingRows(
-            clean=item.batch.clean,
-            noise=noise,
+            clean=self._scaled(item.batch.clean),
+            noise=self._scaled(noise),
             sigma=sigma.to(item.batch.clean.device),
-            velocity=self._velocity(item, noise, sigma),
+            velocity=self._scaled(self._velocity(item, noise, sigma)),
             advantages=item.batch.advantages,
-            old_velocity=None if old is None else old[k],
-            reference_velocity=None if reference is None else reference[k],
+            old_velocity=None if old is None else self._scaled(old[k]),
+            reference_velocity=None if reference is None else self._scaled(reference[k]),
             ties=item.batch.ties,
             groups=torch.tensor([group for group, _ in item.batch.places], device=item.batch.clean.device),
         )
@@ -101,6 +102,10 @@ class MatchingObjective:
             self._totals.add_ratios(item.batch, output.ratios)
         loss: Tensor = output.loss
         return loss
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Latents, noise or velocities as losses square their differences."""
+        return scaled(values, latent_parts(self._engine))
 
     def _drawn(self, item: _Item, k: int) -> tuple[Tensor, Tensor]:
         """Noise (B, *latent) of round k on the device, and its sigmas (B,) on the CPU, where an expert is chosen by

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
+from flowfleet.algorithms.parts import scaled
 from flowfleet.algorithms.sde import StepResult
 from flowfleet.algorithms.step_weights import step_weights
 from services.trainer.step.inputs import StepsBatch
-from services.trainer.step.objectives.base import Forward, RatioObjective, StepInputs, stored_step
+from services.trainer.step.objectives.base import Forward, RatioObjective, StepInputs, latent_parts, stored_step
 
 _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
 
@@ -32,6 +33,7 @@ class PolicyObjective(RatioObjective):
         self._schedule = engine.schedule
         self._weights = step_weights(spec, engine.schedule)
         self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
+        self._parts = latent_parts(engine)
         inputs.totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
 
     @property
@@ -58,7 +60,7 @@ class PolicyObjective(RatioObjective):
 
     def _add_references(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
-            self._add("reference_mean", batch, torch.stack([result.mean for result in self._forwards(batch)]))
+            self._add("reference_mean", batch, torch.stack([self._mean(result) for result in self._forwards(batch)]))
 
     def _add_old(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
@@ -66,7 +68,7 @@ class PolicyObjective(RatioObjective):
             log_probs = torch.stack([result.log_prob for result in results])
             self._add("old_log_prob", batch, log_probs)
             if self._spec.loss.needs_old_mean:
-                self._add("old_mean", batch, torch.stack([result.mean for result in results]))
+                self._add("old_mean", batch, torch.stack([self._mean(result) for result in results]))
             self._totals.add_gap(batch, slice(None), log_probs)
         if self._part.correction.needs_all_rows:
             self._add_weights(batches)
@@ -94,7 +96,7 @@ class PolicyObjective(RatioObjective):
         reference_mean = self._of("reference_mean", batch, k)
         if reference_mean is None:
             return loss
-        kl = reference_kl(result.mean, reference_mean, result.std)
+        kl = reference_kl(self._mean(result), reference_mean, result.std)
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
         return loss + self._spec.kl.kl_coef * batch.ties * kl
 
@@ -105,15 +107,15 @@ class PolicyObjective(RatioObjective):
         old, old_mean = self._of("old_log_prob", batch, k), self._of("old_mean", batch, k)
         current = result.log_prob.detach() if old is None else old
         correction = self._correction(batch, k, current, bypass=bypass)
-        step = self._steps[k]
+        step, mean = self._steps[k], self._mean(result)
         dt = float(self._schedule.sigmas[step + 1] - self._schedule.sigmas[step])
         return PolicyRows(
             log_prob=result.log_prob,
             old_log_prob=batch.rollout_log_probs[k] if bypass else current,
             advantages=batch.advantages,
             weights=None if correction is None else correction.weights,
-            mean=result.mean,
-            old_mean=result.mean.detach() if old_mean is None else old_mean,
+            mean=mean,
+            old_mean=mean.detach() if old_mean is None else old_mean,
             std=result.std,
             dt=torch.full_like(result.std, dt),
         )
@@ -131,6 +133,10 @@ class PolicyObjective(RatioObjective):
             correction = correct(part, log_prob, rollout, bypass=bypass)
         self._totals.add_sums(batch, correction.sums())
         return correction
+
+    def _mean(self, result: StepResult) -> Tensor:
+        """The step's mean as losses square it."""
+        return scaled(result.mean, self._parts)
 
     def _forwards(self, batch: StepsBatch) -> list[StepResult]:
         return [stored_step(self._engine, batch, k, step) for k, step in enumerate(self._steps)]

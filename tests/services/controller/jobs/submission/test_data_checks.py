@@ -198,6 +198,24 @@ async def test_a_film_begins_with_an_image_where_job_and_checkpoint_say_so(api: 
     assert (setting, "brings images to the video's size" in detail) == ("rollout.condition_pixels", True)
 
 
+async def test_films_with_sound(api: Api, job: Job, tmp_path: Path) -> None:
+    ltx, wan = model(tmp_path / "ltx", "LTX2Pipeline"), model(tmp_path / "wan", "WanPipeline")
+    picture(tmp_path / "1.png", 64, 64)
+    shown = lines(tmp_path / "shown.jsonl", {"prompt": "a", "images": ["1.png"]})
+    film = {"num_frames": 9, "sound_share": 0.5}
+    assert await refusals(api, job(model=ltx, rollout=film)) == []
+    assert await refusals(api, job(model=ltx, data=shown, rollout={**film, "from_image": True})) == []
+    [(setting, detail)] = await refusals(api, job(model=wan, rollout=film))
+    assert (setting, "whose films are silent" in detail) == ("rollout.sound_share", True)
+    [(setting, detail)] = await refusals(api, job(model=ltx, rollout={"num_frames": 13}))
+    assert (setting, detail.endswith("set it to 9 or 17")) == ("rollout.num_frames", True)
+    pairs = lines(tmp_path / "pairs.jsonl", pair("1.mp4", "2.mp4"))
+    found = await refusals(api, job(model=ltx, data=pairs, rollout={"num_frames": 9}, algorithm={"name": "dpo"}))
+    assert ("algorithm.name", True) in [
+        (setting, "films of a data set are read without" in why) for setting, why in found
+    ]
+
+
 async def test_a_distilled_checkpoint_that_ignores_guidance_refuses_it(api: Api, job: Job, tmp_path: Path) -> None:
     klein = model(tmp_path / "klein", "Flux2KleinPipeline")
     rollout = {"guidance_scale": 4.0}
