@@ -74,6 +74,17 @@ class KubernetesPart(Part):
         return self
 
 
+class MeshPart(Part):
+    """How the trainer's ranks are arranged: `world_size` = replicate × shard × sequence. Consecutive ranks share a
+    sample, then consecutive ones the weights, so that both stay on a host."""
+
+    replicate: int | None = Field(default=None, ge=1, le=4096)
+    """Copies of sharded weights (HSDP); only gradients travel between them, once an update. Unset: one a host where its
+    devices have room."""
+    sequence: int = Field(default=1, ge=1, le=64)
+    """Ranks that share each sample's tokens (Ulysses)."""
+
+
 class TrainerPart(Part):
     mode: Literal["lora", "full"] = "lora"
     """lora: train an adapter on frozen weights. full: train all weights of the transformer."""
@@ -91,6 +102,7 @@ class TrainerPart(Part):
     """How ranks hold the model. replicate: each holds all of it and only an adapter's gradients travel (LoRA). fsdp:
     they share it and gather a block at a time. auto: replicate for LoRA where the base takes at most half of a device's
     memory, else fsdp."""
+    mesh: MeshPart = MeshPart()
     updates_per_step: int = Field(default=1, ge=1, le=64)
     """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
     loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""

@@ -91,9 +91,8 @@ class ModelAdapter(ABC):
     level_layers: ClassVar[LevelLayers | None] = None
     """Layers that read the noise level alone, where a float8 base can hold a table of their outputs; the family's
     `_predict` gives the transformer its rows then."""
-    sequence_patch: ClassVar[int | None] = None
-    """Latent positions of one token, where several devices can share a sample's tokens (sequence parallelism); None:
-    they cannot."""
+    token_multiple: int = 1
+    """Devices that share a sample's tokens: a family that splits a prompt's tokens too pads them to a multiple."""
 
     vae_dtype: ClassVar[torch.dtype | None] = None
     """Data type that the VAE is loaded in; None is the model's dtype."""
@@ -260,6 +259,10 @@ class ModelAdapter(ABC):
         """Elements of a film's picture and of its sound, which flat latents hold in this order; () for silent films and
         pictures."""
         return ()
+
+    def shared_tokens(self, size: Size) -> tuple[int, ...]:
+        """Numbers of tokens of which devices that share a sample have equal parts: of packed latents here."""
+        return (self.latent_shape(size.whole)[0],)
 
     def initial_latents(self, seeds: Sequence[int], size: Size) -> Tensor:
         """(B, *latent_shape) float32 standard normal on the CPU, row i from seeds[i] alone: the numbers that the

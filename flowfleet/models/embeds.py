@@ -96,6 +96,11 @@ def pad_embeds(prompts: PromptEmbeds, width: int) -> PromptEmbeds:
     return PromptEmbeds(pad(prompts.embeds, (0, 0, 0, missing)), mask, prompts.extras, has_padding=True)
 
 
+def pad_to_multiple(prompts: PromptEmbeds, multiple: int) -> PromptEmbeds:
+    """Right-pads to the next multiple of so many tokens."""
+    return pad_embeds(prompts, -(-prompts.embeds.shape[1] // multiple) * multiple)
+
+
 def _concat_extras(parts: Sequence[PromptEmbeds]) -> dict[str, Tensor]:
     extras = {}
     if len({frozenset(part.extras) for part in parts}) > 1:

@@ -65,6 +65,8 @@ class ModelFamily:
     """The greatest `model.max_sequence_length`; None: prompts keep their own length, and it has no effect."""
     frame_multiple: int = 1
     """Frames that a latent frame stands for: `rollout.num_frames` is 1 more than a multiple of it."""
+    shares_tokens: bool = False
+    """Several devices can share a sample's tokens (sequence_parallel.py)."""
     vae_multiple: int | None = None
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""

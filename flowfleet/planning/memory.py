@@ -96,8 +96,9 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     part, item = spec.trainer, item_bytes(spec)
     is_lora = part.mode == "lora"
     is_whole = replicates(spec, base_bytes(spec, facts), device_bytes)
-    ranks = 1 if is_whole else part.world_size
-    samples = math.ceil(spec.trained_per_step / part.world_size)
+    mesh = part.mesh
+    ranks = 1 if is_whole else part.world_size // (mesh.replicate or 1)
+    samples = math.ceil(spec.trained_per_step * mesh.sequence / part.world_size)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     forward = _forward(spec, facts, micro, is_whole=is_whole)
@@ -123,7 +124,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "decoder": float(facts.vae_bytes) if spec.trains_on_gradients else 0.0,
         "rewards' gradients": samples * num_rounds(spec) * facts.latent * FP32 if spec.trains_on_gradients else 0.0,
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
-        "activations": facts.activations.peak(part.gradient_checkpointing, *forward),
+        "activations": facts.activations.peak(part.gradient_checkpointing, *forward) / mesh.sequence,
     }
     only_late: tuple[str, ...] = ("gradients, whole",) if is_whole else ()  # when activations are freed already
     if backwards == 1 and not is_whole:

@@ -166,10 +166,10 @@ class Worker:
             if not sample_keys:
                 return self._passed_over(job, request)
             pairs = pairs_of(request, job.spec)
-            place = request.step, self.ranks.world_size
+            place = request.step, job.engine.mesh.num_parts
             passes = plan(request.samples, sample_keys, pairs, job.spec, place)
             with self.ranks.beats.phase(Phase.OUTSIDE):
-                job.reader.read(request, passes[0], self.ranks.rank)
+                job.reader.read(request, passes[0], job.engine.mesh.part(self.ranks.rank))
             batches = self._batches(job, passes[0])
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         rewards = self._gradients(job, request) if job.spec.trains_on_gradients else None
@@ -287,7 +287,8 @@ class Worker:
 
     def _batches(self, job: Job, updates: Sequence[Update]) -> list[list[Batch]]:
         """This rank's of each update."""
-        return [[job.reader.batch(micro) for micro in update.by_rank[self.ranks.rank]] for update in updates]
+        part = job.engine.mesh.part(self.ranks.rank)
+        return [[job.reader.batch(micro) for micro in update.by_rank[part]] for update in updates]
 
     def _configured(self, job_id: str) -> Job:
         if self.job is None or job_id != self.job.job_id:

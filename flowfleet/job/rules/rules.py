@@ -41,6 +41,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         rewards.sources,
         trainer.batches,
         trainer.sharding,
+        trainer.mesh,
         trainer.samples,
         trainer.base,
         trainer.quantization,

@@ -79,6 +79,29 @@ def sharding(job: JobSpec) -> Iterator[str]:
         )
 
 
+def mesh(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.mesh`."""
+    part, mesh = job.trainer, job.trainer.mesh
+    replicate, setting = mesh.replicate or 1, f"trainer.mesh.sequence = {mesh.sequence}"
+    if part.world_size % (replicate * mesh.sequence):
+        yield (
+            f"trainer.mesh divides trainer.world_size = {part.world_size} by {replicate} copies and {mesh.sequence} "
+            "ranks a sample: choose numbers whose product divides it"
+        )
+    if mesh.sequence == 1:
+        return
+    if job.writes_tokens or job.trains_on_gradients:
+        what = "sequences of tokens" if job.writes_tokens else "samples with gradients of rewards"
+        yield f"{setting} cannot share {what}: set it to 1"
+    if part.samples != "no":
+        yield f'{setting} shares samples, which trainer.samples = "{part.samples}" makes on one rank: set it to "no"'
+    if part.deterministic and job.loss.traits.has_step_ratio:
+        yield (
+            f"trainer.deterministic recomputes the rollout's log-probs bit for bit, which {setting} does not: set one "
+            "of them to its default"
+        )
+
+
 def samples(job: JobSpec) -> Iterator[str]:
     """Checks `trainer.samples`."""
     part = job.trainer

@@ -60,6 +60,9 @@ class FluxAdapter(PictureAdapter):
         rows, columns = self._token_grid(size)
         return rows * columns, self._vae.channels * PATCH**2
 
+    def shared_tokens(self, size: Size) -> tuple[int, ...]:
+        return *super().shared_tokens(size), self.max_sequence_length
+
     def initial_latents(self, seeds: Sequence[int], size: Size) -> Tensor:
         rows, columns = self._token_grid(size)
         return pack(seeded_noise(seeds, (self._vae.channels, rows * PATCH, columns * PATCH)))

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowfleet.models.base import without_images
-from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.embeds import PromptEmbeds, pad_to_multiple
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
 from flowfleet.models.families.qwen_image_block import use_fused_blocks
 from flowfleet.models.level_tables import LevelLayers, LevelTable, table_of
@@ -56,6 +56,7 @@ class QwenImageAdapter(QwenVaeAdapter):
         self, expert: Any, tokens: Tensor, timesteps: Tensor, prompts: PromptEmbeds, grids: Sequence[tuple[int, int]]
     ) -> Tensor:
         """The transformer's output (B, T, 4Z) float32 for tokens (B, T, 4Z) of pictures with these rows and columns."""
+        prompts = pad_to_multiple(prompts, self.token_multiple)
         special: dict[str, Any] = {}
         if prompts.half_widths is not None:
             special["attention_kwargs"] = {"half_widths": prompts.half_widths}

@@ -13,6 +13,7 @@ mask; `encode` gives them no longer than they are, and the zeros are put back be
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +45,6 @@ class WanAdapter(VideoAdapter):
     }
     text_width = "text_dim"
     patch = PATCH
-    sequence_patch = PATCH**2
     vae_dtype = torch.float32
     """Data type in which diffusers' examples load the VAE, whatever the rest uses."""
     max_sequence_length: int = 512
@@ -81,6 +81,9 @@ class WanAdapter(VideoAdapter):
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         return super().blank_prompts(count, min(num_tokens, self.max_sequence_length))
+
+    def shared_tokens(self, size: Size) -> tuple[int, ...]:
+        return (prod(self.latent_shape(size.whole)[1:]) // PATCH**2,)
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         """The same for every size; see `euler_schedule`."""

@@ -24,7 +24,6 @@ from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.quantization.layers import full_precision
 from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_disabled
-from services.rollout.engines import sequence_parallel
 from services.rollout.engines.followers import (
     HOST,
     Answer,
@@ -37,6 +36,7 @@ from services.rollout.engines.followers import (
     Verify,
     answer_of,
     broadcast,
+    meet,
 )
 from services.rollout.engines.local import load_format
 from services.rollout.engines.parallel import SplitEngine
@@ -61,9 +61,7 @@ def main() -> None:
         store = TCPStore(HOST, settings.store_port, timeout=timeout)
         device = torch.device(settings.device)
         engine = FollowerEngine(device, size=settings.size, max_batch=settings.max_batch, threads=settings.threads)
-        engine.begin(
-            settings.rank, lambda: sequence_parallel.meet(store, settings.rank, settings.size, device, timeout)
-        )
+        engine.begin(settings.rank, lambda: meet(store, settings.rank, settings.size, device, timeout))
         while (order := pipe.recv()) is not None:
             engine.obey(order, pipe.send)
     except (EOFError, ConnectionError):

@@ -32,9 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flowfleet.errors import DataLoss
 from flowfleet.hardware import devices
+from flowfleet.models.sequence_parallel import mesh_of
 from flowfleet.weights.transfer import TransferStore
-from services.rollout.engines import sequence_parallel
 
+FLAG: Final = "--sequence-parallel-size"
 HOST: Final = "127.0.0.1"
 _END_S: Final = 10.0
 
@@ -142,7 +143,7 @@ class Followers:
 
     def meet(self) -> DeviceMesh:
         """The group of all ranks; waits until the followers are up."""
-        mesh = sequence_parallel.meet(self._store.store, 0, self._size, self._device, self._timeout)
+        mesh = meet(self._store.store, 0, self._size, self._device, self._timeout)
         self._have_met = True
         return mesh
 
@@ -208,9 +209,7 @@ class Followers:
 def require_devices(device: torch.device, size: int) -> None:
     """Raises ValueError where this process sees too few accelerators from `device` on."""
     if devices.is_accelerator(device) and (device.index or 0) + size > (count := devices.count(device)):
-        raise ValueError(
-            f"{sequence_parallel.FLAG} {size} needs {size} accelerators from {device} on, but this process sees {count}"
-        )
+        raise ValueError(f"{FLAG} {size} needs {size} accelerators from {device} on, but this process sees {count}")
 
 
 def answer_of(error: Exception) -> Answer:
@@ -223,3 +222,11 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
     """Sends rank 0's values to all, or takes them."""
     for tensor in tensors:
         dist.broadcast(tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach(), 0)
+
+
+def meet(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """Makes torch's default group of the ranks that share samples. Blocks until all have come."""
+    devices.bind(device)
+    devices.synchronize(device)  # a mesh chooses a device for a thread that has used none
+    dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
+    return mesh_of(device.type, size, size)

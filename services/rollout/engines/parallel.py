@@ -1,8 +1,8 @@
 """Diffusers engine that splits every sample over several devices, so that each sample is made faster.
 
 This process is rank 0: it serves, encodes, samples and decodes as with one device. Only the transformers' forwards are
-split (sequence_parallel.py). Rank 0 announces each forward to the followers (followers.py), which run it too. Weights
-come to rank 0 as always; it passes them on, and every rank verifies them.
+split (flowfleet/models/sequence_parallel.py). Rank 0 announces each forward to the followers (followers.py), which run
+it too. Weights come to rank 0 as always; it passes them on, and every rank verifies them.
 
 A rank that fails in a forward leaves the others waiting inside it. Then the running call is answered with the error,
 all others are rejected, and the process ends.
@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from flowfleet.errors import Broken, Unavailable
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
+from flowfleet.models.sequence_parallel import require_model, require_tokens, split
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_disabled
-from services.rollout.engines import sequence_parallel
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.followers import (
+    FLAG,
     Followers,
     Forward,
     Install,
@@ -63,9 +64,7 @@ class SplitEngine(DiffusersEngine):
         self._mesh: DeviceMesh | None = None
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
-        kind = family.load()
-        sequence_parallel.require_family(family.title, kind, self.num_devices)
-        sequence_parallel.require_heads(sequence_parallel.num_heads(kind, model.path), self.num_devices)
+        require_model(family, model.path, self.num_devices, FLAG)
         return self._components_of(model, family)
 
     def _components_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
@@ -74,11 +73,11 @@ class SplitEngine(DiffusersEngine):
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         assert self._mesh is not None
         super()._set_up(adapter, model)
-        sequence_parallel.split(adapter.experts, self._mesh, self.device)
+        split(adapter, self._mesh, self.device)
 
     def _install(self, lora: LoraSpec | None) -> None:
         if lora is not None:
-            sequence_parallel.require_targets(self._loaded().experts, lora.target_modules)
+            _require_targets(self._loaded().experts, lora.target_modules)
         super()._install(lora)
 
 
@@ -171,7 +170,7 @@ class ParallelEngine(SplitEngine):
 
     def _check(self, request: GenerationRequest) -> None:
         if not any(group.media for group in request.groups):
-            sequence_parallel.require_tokens(self._loaded(), request.sampling.size, self.num_devices)
+            require_tokens(self._loaded(), request.sampling.size, self.num_devices, FLAG)
         super()._check(request)
 
     def _sample(
@@ -257,3 +256,14 @@ class ParallelEngine(SplitEngine):
                 yield
         finally:
             self._without_lora = False
+
+
+def _require_targets(experts: Mapping[str, Any], targets: Sequence[str]) -> None:
+    """Raises ValueError for a LoRA of a layer at which tokens are split or gathered."""
+    for expert in experts.values():
+        for name in filter(None, expert._cp_plan):
+            if any(name == target or name.endswith(f".{target}") for target in targets):
+                raise ValueError(
+                    f"trainer.lora.target_modules: {name} cannot be adapted where several devices share a sample: "
+                    f"remove it, or sample in a pool of replicas with one device ({FLAG} 1)"
+                )

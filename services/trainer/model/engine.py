@@ -23,7 +23,7 @@ from flowfleet.hardware import devices
 from flowfleet.hardware.graphs import Graphs
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.devices import DEVICES_FILE, Devices
-from flowfleet.models import level_tables
+from flowfleet.models import level_tables, sequence_parallel
 from flowfleet.models.base import Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.level_tables import LevelLayers
@@ -43,6 +43,7 @@ from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
 from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
+from services.trainer.parallel.mesh import Mesh, arrange
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
@@ -68,6 +69,7 @@ class Engine:
     """Policies that are kept besides the trained weights."""
     decoder: Any
     """An adapter with the VAE, of jobs that train on gradients of rewards; else None."""
+    mesh: Mesh
     replicates: bool
     """True if every rank holds the whole model and trains an adapter of it; False if the ranks share the weights."""
 
@@ -89,6 +91,7 @@ class Engine:
             self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
         self.kind = model_kind(spec, self.adapter)
+        self.mesh = self._arranged()
         self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
         library = self.adapter.pipeline_class if self.kind.layout.library == "diffusers" else None
@@ -126,7 +129,7 @@ class Engine:
         for component, expert in self.experts.items():
             blocks = blocks_of(expert)  # FSDP renames their classes
             if not self.replicates:
-                shard_expert(expert, self.ranks, self.dtype)
+                shard_expert(expert, self.ranks, self.dtype, self.mesh.replicate)
             source = self._sources.pop(component)
             if self.is_quantized:
                 fill_by_blocks(expert, blocks, source, self.ranks, lambda block: layers.replace_weights([block]))
@@ -136,6 +139,9 @@ class Engine:
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         self.adapter.skips_branches = self.replicates or self.ranks.world_size == 1
         self.adapter.joins_branches = self.replicates and not self.spec.trainer.deterministic
+        if self.mesh.sequence > 1:
+            sharing = sequence_parallel.mesh_of(self.ranks.device.type, self.mesh.world_size, self.mesh.sequence)
+            sequence_parallel.split(self.adapter, sharing, self.ranks.device)
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
         if self.replicates:
@@ -181,7 +187,7 @@ class Engine:
     def _captures(self) -> bool:
         """True if small micro-batches replay CUDA graphs."""
         part = self.spec.trainer
-        has_flow = not self.spec.writes_tokens and self.replicates
+        has_flow = not self.spec.writes_tokens and self.replicates and self.mesh.sequence == 1
         return has_flow and part.compile and not part.deterministic and devices.has_graphs(self.ranks.device)
 
     def _captured(self) -> list[Graphs]:
@@ -212,10 +218,12 @@ class Engine:
         last.
 
         An adapter's gradients are reduced once, at the expert's last; full ones each time, because no rank can keep
-        them unsharded.
+        them unsharded, but between copies of the weights once too.
         """
         if self.is_lora and not self.replicates:
             self.experts[component].set_requires_gradient_sync(is_last)
+        elif self.mesh.replicate > 1 and not self.replicates:
+            self.experts[component].set_requires_all_reduce(is_last)
         yield
         if self.replicates:
             self._replicated[component].collect(is_last=is_last)
@@ -251,6 +259,16 @@ class Engine:
         )
         loaded.checkpoint_decoding()
         return loaded
+
+    def _arranged(self) -> Mesh:
+        """Raises ValueError for a model or a size that ranks cannot share as `trainer.mesh` says."""
+        num_elements = sum(p.numel() for expert in self.adapter.experts.values() for p in expert.parameters())
+        mesh = arrange(self.spec, self.ranks.world_size, num_elements, devices.memory_bytes(self.ranks.device))
+        if mesh.sequence > 1:
+            setting, rollout = "trainer.mesh.sequence", self.spec.rollout
+            sequence_parallel.require_model(family_of(self.folder), self.folder, mesh.sequence, setting)
+            sequence_parallel.require_tokens(self.adapter, rollout.size, mesh.sequence, setting)
+        return mesh
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flowfleet.hardware import devices
 from flowfleet.proto.rollout_pb2 import Bucket, ParameterSpec
@@ -45,7 +45,7 @@ class Gather:
         self._on_bucket = on_bucket
         spread = {name: tensor for name, tensor in tensors.items() if _is_spread(tensor)}
         self._mesh = next(iter(spread.values())).device_mesh if spread else None  # type: ignore[attr-defined]
-        self._size = self._mesh.size() if self._mesh is not None else 0
+        self._size = self._mesh.size(-1) if self._mesh is not None else 0
         self._slots = [
             Bucket(parameters=[_slot(spec, self._size) for spec in bucket.parameters if spec.name in spread])
             for bucket in self.buckets
@@ -90,7 +90,7 @@ class Gather:
         shards = [local(self._tensors[spec.name]) for spec in slots.parameters]
         targets = [view[: len(shard)] for (_, view), shard in zip(weights.views(slots, sent), shards, strict=True)]
         _copy(targets, shards)
-        _all_gather(gathered.view(-1), sent, group=self._mesh.get_group())
+        _all_gather(gathered.view(-1), sent, group=self._mesh.get_group(self._mesh.ndim - 1))
         if flat is None:
             return
         places = dict(_by_name(bucket, flat))
@@ -119,8 +119,8 @@ def _is_spread(tensor: Tensor) -> bool:
     """Raises ValueError for a way of spreading that FSDP2 does not use here."""
     if not isinstance(tensor, DTensor) or num_shards(tensor) == 1:
         return False
-    if tuple(tensor.placements) != (Shard(0),):
-        raise ValueError(f"parameters must be spread by rows over one mesh dimension, not as {tensor.placements}")
+    if tuple(tensor.placements) not in ((Shard(0),), (Replicate(), Shard(0))):
+        raise ValueError(f"parameters must be spread by rows over a mesh's last dimension, not as {tensor.placements}")
     return True
 
 

@@ -110,9 +110,11 @@ class ShardedAdamW:
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """0-d, over all ranks."""
         norm = get_total_norm(grads, foreach=True)
-        if max(map(num_shards, self._trained.values()), default=1) == 1:
+        shards = max(map(num_shards, self._trained.values()), default=1)
+        if shards == 1:
             return norm
-        return self._ranks.sum(norm.double().square()).sqrt().to(norm)
+        copies = self._ranks.world_size // shards
+        return (self._ranks.sum(norm.double().square()) / copies).sqrt().to(norm)
 
 
 def _component(name: str) -> str:

@@ -21,8 +21,9 @@ from flowfleet.models.trainable import blocks_of
 from services.trainer.parallel.ranks import Ranks
 
 
-def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place.
+def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, replicate: int = 1) -> None:
+    """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place. With `replicate`
+    copies of the weights a rank gathers those of its own copy alone (HSDP).
 
     Parameters are gathered in `dtype` and gradients reduced in fp32. Parameters may be on the meta device; `allocate`
     comes next then. Raises ValueError for a transformer that does not say what its blocks are.
@@ -30,7 +31,8 @@ def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    settings: Any = {"mesh": _mesh(ranks.device.type, (ranks.world_size,)), "mp_policy": policy}
+    shape = (replicate, ranks.world_size // replicate)[replicate == 1 :]
+    settings: Any = {"mesh": _mesh(ranks.device.type, shape), "mp_policy": policy}
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     for block in blocks_of(expert):
         fully_shard(block, **settings)

@@ -18,9 +18,10 @@ from services.trainer.step.sequences import SequenceBatch
 class Totals:
     """Totals of one step. Padding adds no value to any sum, only names."""
 
-    def __init__(self, ranks: Ranks, num_steps: int, num_samples: int) -> None:
-        """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, num_steps: int, num_samples: int, *, counts: bool = True) -> None:
+        """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks; `counts`:
+        False if another rank with the same samples adds them up."""
+        self._ranks, self._counts = ranks, counts
         self.num_steps, self._num_samples = num_steps, num_samples
         self.limits: Limits | None = None
         """Limits of the loss on the ratio of log-probs; none if it limits something else."""
@@ -34,29 +35,32 @@ class Totals:
 
     def add_gap(self, batch: StepsBatch | SequenceBatch, k: int | slice, log_probs: Tensor) -> None:
         """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
-        if batch.is_padding:
+        if self._skips(batch):
             return
         self._gaps.append((k, list(batch.rows), log_probs.detach() - batch.rollout_log_probs[k]))
 
     def add_loss(self, batch: Batch, loss: Tensor) -> None:
         """0-d of a forward, already weighted: the sum over forwards and ranks is the update's loss."""
-        self._loss += loss
-        self._num_rows += 0 if batch.is_padding else len(batch.rows)
+        self._loss += loss if self._counts else 0.0
+        self._num_rows += 0 if self._skips(batch) else len(batch.rows)
 
     def add_sums(self, batch: Batch, sums: Mapping[str, Tensor]) -> None:
         """Metric name to its 0-d sum over a forward's rows; the metric is the mean over all rows of the step."""
         for name, value in sums.items():
-            value = torch.zeros_like(value) if batch.is_padding else value
+            value = torch.zeros_like(value) if self._skips(batch) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def add_ratios(self, batch: Batch, stats: RatioStats) -> None:
-        if not batch.is_padding:
+        if not self._skips(batch):
             self._ratios = stats if self._ratios is None else self._ratios + stats
 
     def add_changes(self, batch: Batch, changes: Tensor) -> None:
         """(B,): how far each row's log-prob is from the old policy's. They stay on the device until the step's end."""
-        if not batch.is_padding:
+        if not self._skips(batch):
             self._changes.append((list(batch.rows), changes.detach()))
+
+    def _skips(self, batch: Batch) -> bool:
+        return batch.is_padding or not self._counts
 
     def sample_ratios(self) -> list[float]:
         """Collective. For each sample of the step exp of its mean change; empty where the loss has none."""

@@ -37,7 +37,8 @@ class StepTrainer:
         where samples were stored. `rewards`: for losses that train on their gradients."""
         self._engine = engine
         self._step = step
-        self._totals = Totals(engine.ranks, len(sde_steps), num_samples)
+        counts = engine.mesh.counts(engine.ranks.rank)
+        self._totals = Totals(engine.ranks, len(sde_steps), num_samples, counts=counts)
         self._num_updates = 0
         inputs = StepInputs(engine, step, sde_steps, self._totals, rewards)
         self._objective: Objective = engine.spec.loss.traits.load()(inputs)

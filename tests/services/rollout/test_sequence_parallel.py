@@ -111,11 +111,12 @@ async def test_samples_of_published_adapters_are_those_of_one_process(
     assert theirs[3] == pytest.approx(ours[3], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b"])
-async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split(
+@pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b", "qwen_image", "flux"])
+async def test_full_weights_reach_both_experts_and_timesteps_and_prompts_are_split(
     one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str, tmp_path: Path, kind: str
 ) -> None:
     model = ModelSpec(path=str(make_tiny(kind, tmp_path / kind)), dtype="float32")
+    num_frames = 5 if "wan" in kind else 1
 
     async def run(client: Client) -> list[Trajectory]:
         tensors = make_weights(model, 0.01)
@@ -127,25 +128,25 @@ async def test_full_weights_reach_both_experts_and_timesteps_of_tokens_are_split
         update = rollout_pb2.UpdateWeightsRequest(job_id="full", version=0, broadcast=broadcast)
         await asyncio.gather(sender.send(buckets, tensors), client.call("UpdateWeights", update))
         await client.finish("full", 0, weights.tensor_hashes(tensors.items()))
-        return await paths(client, request("full", 0))
+        return await paths(client, request("full", 0, num_frames=num_frames))
 
     assert_alike(*await both(one, two, redis_of_module, run))
 
 
 async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
-    two: ReplicaProcess, redis_of_module: str, tiny_qwen_image: Path
+    two: ReplicaProcess, redis_of_module: str, tmp_path: Path
 ) -> None:
     async with Client(two.address, redis_of_module) as client:
-        other = ModelSpec(path=str(tiny_qwen_image), dtype="float32")
+        other = ModelSpec(path=str(make_tiny("z_image", tmp_path / "z_image")), dtype="float32")
         code, message = await client.refusal(client.init("other", other))
-        assert (code, "Qwen-Image cannot split a sample over the 2 devices" in message) == (INVALID, True)
+        assert (code, "Z-Image cannot split a sample over 2 devices" in message) == (INVALID, True)
         output = LoraSpec(rank=2, alpha=4.0, target_modules=["to_q", "proj_out"])
         code, message = await client.refusal(client.init("output", RECIPE, lora=output))
         assert (code, "target_modules: proj_out cannot be adapted" in message) == (INVALID, True)
         loaded = two.log.read_text().count(LOADING)
         await client.publish_adapter("after", 0, RECIPE, SPEC, seed=1)
         code, message = await client.refusal(client.generate(request("after", 0, height=16, width=48, num_frames=1)))
-        assert (code, "2 devices of this replica cannot share 3 tokens evenly" in message) == (INVALID, True)
+        assert (code, "2 devices cannot share 3 tokens evenly" in message) == (INVALID, True)
         assert await paths(client, request("after", 0))
     assert two.log.read_text().count(LOADING) == loaded  # both ranks refused alike: the model is as it was
 

@@ -2,16 +2,20 @@
 
 Each folder is a job: `spec.json` and `step-0.bin`, `step-1.bin`, … (TrainStepRequests). Rank 0 writes `metrics.json`, a
 list with an entry a step, `published.safetensors` and `moments.safetensors`; every rank R writes `shards-R.json`, the
-shapes of what it holds of each parameter; checkpoints go to `checkpoints`, and from
-the newest one there the job resumes. Blobs are under `blobs`.
+shapes of what it holds of each parameter, and `collectives-R.json`, of its training: [kind, ranks, elements] of each.
+Checkpoints go to `checkpoints`, and from the newest one there the job resumes. Blobs are under `blobs`.
 """
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from flowfleet.data.blobs import FsspecBlobs, SyncBlobs
@@ -53,7 +57,9 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     (folder / f"shards-{ranks.rank}.json").write_text(json.dumps(held))
     files = sorted(folder.glob("step-*.bin"))
     requests = [trainer_pb2.TrainStepRequest.FromString(file.read_bytes()) for file in files]
-    metrics = [dict(worker.train(request).metrics) for request in requests]
+    with counted() as calls:
+        metrics = [dict(worker.train(request).metrics) for request in requests]
+    (folder / f"collectives-{ranks.rank}.json").write_text(json.dumps(calls))
     worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
     sampling, evaluated = state_of(worker), state_of(worker, evaluated=True)
     moments = moments_of(worker)
@@ -62,6 +68,28 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
         save_file(sampling, folder / "published.safetensors")
         save_file(evaluated, folder / "evaluated.safetensors")
         (folder / "metrics.json").write_text(json.dumps(metrics))
+
+
+COUNTED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "all_reduce")
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, list[int], int]]]:
+    """Collects the collectives that are called inside: kind, ranks and the elements of the first tensor."""
+    calls: list[tuple[str, list[int], int]] = []
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+            calls.append((name, dist.get_process_group_ranks(kwargs.get("group")), tensor.numel()))
+            return call(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in filter(lambda name: hasattr(dist, name), COUNTED):
+            stack.enter_context(patch.object(dist, name, counting(name, getattr(dist, name))))
+        yield calls
 
 
 def main() -> None:

@@ -48,11 +48,11 @@ def worlds(model: Path, parts: dict[str, Any]) -> tuple[JobSpec, JobSpec]:
     return one, two
 
 
-def torchrun(*folders: Path) -> None:
-    """Two ranks. They need what the test session has set: the CPU, one thread."""
+def torchrun(*folders: Path, ranks: int = 2) -> None:
+    """The ranks need what the test session has set: the CPU, one thread."""
     command = [sys.executable, "-m", "tests.services.trainer.ranked", *map(str, folders)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWFLEET_DEVICE": "cpu"}
-    assert start(command, env=environment, output=2, ranks=2).wait(300) == 0
+    assert start(command, env=environment, output=2, ranks=ranks).wait(300) == 0
 
 
 @pytest.mark.long
