@@ -13,7 +13,7 @@ import typer
 
 from flowfleet.api.jobs import Job
 from flowfleet.api.problems import ApiError
-from flowfleet.cli import evaluation, models, pools, sweep, views
+from flowfleet.cli import evaluation, models, pools, slurm, sweep, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
@@ -60,6 +60,7 @@ app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(cli_votes.app, name="votes")
 app.add_typer(sweep.app, name="sweep")
 app.add_typer(pools.app, name="pools")
+app.add_typer(slurm.app, name="slurm")
 
 
 # -- the local stack -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,7 +113,7 @@ def up(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Start a stack on this machine: Redis, controller, rollouts, rewards."""
+    """Start a stack on this machine, or on the nodes of a Slurm allocation: Redis, controller, rollouts, rewards."""
     given = {name: value for name, value in locals().items() if value is not None}
     _run(_options(given), detach, json_)
 
@@ -144,7 +145,15 @@ def _pools(given: dict[str, Any]) -> list[Pool]:
 def _run(options: StackOptions, detach: bool, as_json: bool) -> None:
     """Starts the stack and tells about it; unless detached it ends with this process."""
     from flowfleet.local.session import run_stack, start_detached, stop_on_signals
+    from flowfleet.slurm.allocation import is_inside
+    from flowfleet.slurm.head import run_in_allocation
 
+    if is_inside(os.environ):
+        if detach:
+            raise ValueError("inside a Slurm allocation the fleet ends with this command: leave out --detach")
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        run_in_allocation(options, lambda stack: _tell_stack(stack, as_json))
+        return
     if detach:
         _tell_stack(start_detached(options), as_json)
         return

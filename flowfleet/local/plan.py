@@ -131,6 +131,8 @@ class ProcessPlan:
     """Accelerators that it is confined to."""
     pool: str = ""
     """Pool of a rollout."""
+    probe: str = ""
+    """host:port of its health service where `address` wants TLS and a token."""
     forks: bool = True
     """May be forked from a process that has imported torch; vLLM starts processes and threads of its own."""
 
@@ -147,6 +149,8 @@ class Plan:
     api_key: str = ""
     of_pool: OfPool | None = None
     """Plans a pool's rollouts, on two free ports each."""
+    ca: str = ""
+    """PEM file of the authority of an https `url`."""
 
     @property
     def warning(self) -> str | None:

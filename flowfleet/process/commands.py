@@ -29,6 +29,28 @@ def trainer_flags(port_file: Path) -> list[str]:
     return ["--host", "127.0.0.1", "--port-file", str(port_file), "--metrics-port", "0"]
 
 
+def trainer_step_command(
+    python: str, *, nodes: int, node_rank: int, ranks: int, master: str, host: str, port_file: Path, drain_s: float
+) -> list[str]:
+    """Command of the ranks of one node in a step of Slurm. `master` is host:port of the first node; `host` the node's
+    own address. One rank alone needs no torchrun."""
+    flags = ["--host", host, "--port-file", str(port_file), "--metrics-port", "0", "--drain-s", f"{drain_s:g}"]
+    if nodes * ranks == 1:
+        return [python, "-m", TRAINER, *flags]
+    address, _, port = master.rpartition(":")
+    torchrun = [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={ranks}",
+        f"--node-rank={node_rank}",
+        "--rdzv-backend=static",
+        f"--shutdown-timeout={drain_s + SHUTDOWN_MARGIN_S:.0f}",
+        f"--master-addr={address}",
+        f"--master-port={port}",
+        "--max-restarts=0",
+    ]
+    return [python, "-m", "torch.distributed.run", *torchrun, "-m", TRAINER, *flags]
+
+
 def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: int) -> list[str]:
     """Arguments of `python -m torch.distributed.run` in each pod of an Indexed Job. Kubernetes substitutes
     $(JOB_COMPLETION_INDEX) and $(POD_IP). `master` is the name of the first pod."""

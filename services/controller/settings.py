@@ -78,6 +78,8 @@ class ControllerSettings(BaseModel):
     """Accelerators of the jobs' trainers, one a rank. Empty: none are assigned, torch takes what it sees."""
     trainers: int = Field(default=2, ge=1, le=1024)
     """Ranks of trainers that run at once where no accelerators are assigned."""
+    slurm: Path | None = None
+    """File of the Slurm allocation whose nodes trainers run on, written by `flowfleet up` inside one."""
     kubernetes: str = ""
     """The Helm release (instance label) whose rewards, pools and trainers are pods. Empty: this machine's processes."""
     namespace: str = ""
@@ -201,6 +203,7 @@ class ControllerSettings(BaseModel):
             ("--reward", self.rewards),
             ("--rewards-file", self.rewards_file),
             ("--trainer-devices", self.trainer_devices),
+            ("--slurm", self.slurm),
         ):
             if here:
                 raise ValueError(
@@ -324,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of the jobs' trainers, one a rank (all)"
     )
     parser.add_argument("--trainers", type=int, metavar="N", help="ranks of trainers at once without accelerators (2)")
+    parser.add_argument("--slurm", type=Path, metavar="FILE", help="trainers are steps of this Slurm allocation (off)")
     parser.add_argument(
         "--kubernetes", metavar="RELEASE", help="trainers, rewards and pools are pods of this Helm release (off)"
     )

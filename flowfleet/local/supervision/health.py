@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import grpc
 import httpx
 import redis
@@ -28,8 +30,10 @@ def _asked(process: ProcessPlan, plan: Plan, path: str, timeout_s: float) -> boo
             with redis.Redis.from_url(plan.redis_url, protocol=2, retry=None, socket_timeout=timeout_s) as client:
                 return bool(client.ping())
         if process.kind is Kind.CONTROLLER:
-            return httpx.get(f"{plan.url}{path}", timeout=timeout_s, trust_env=False).status_code == httpx.codes.OK
-        return grpc_serves(process.address, timeout_s)
+            trusted = ssl.create_default_context(cafile=plan.ca) if plan.ca else True
+            answer = httpx.get(f"{plan.url}{path}", timeout=timeout_s, trust_env=False, verify=trusted)
+            return answer.status_code == httpx.codes.OK
+        return grpc_serves(process.probe or process.address, timeout_s)
     except redis.ResponseError as error:
         return not str(error).startswith("BUSY")  # full, or its disk is: others say so. Busy is a script without an end
     except (redis.RedisError, httpx.HTTPError, grpc.RpcError):

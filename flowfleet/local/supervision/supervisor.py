@@ -21,7 +21,7 @@ from flowfleet.local.pools import POOLS_FILE, Pool, read_pools
 from flowfleet.local.ports import free_ports
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervision.child import MAX_MISSED, Child
-from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.cleanup import GRACE_S, end_stack
 from flowfleet.local.supervision.health import is_alive, serves
 from flowfleet.local.supervision.watchdog import dismiss, start_watchdog
 from flowfleet.process.commands import ROLLOUT, TRAINER, forkserver_command
@@ -46,11 +46,14 @@ class Supervisor:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
         hang_s: float = HANG_S,
+        grace_s: float = GRACE_S,
     ) -> None:
+        """`grace_s`: how long processes may take to end when the stack stops."""
         self._plan = plan
         self._state = state
         self._start_timeout_s = start_timeout_s
         self._hang_s = hang_s
+        self._grace_s = grace_s
         self._forks = StackForks(plan, state)
         self._children = [self._child(process) for process in plan.processes]
         self._pools = Watched(state.path / POOLS_FILE)
@@ -71,7 +74,7 @@ class Supervisor:
             self._keep(stop)
         finally:
             stop.set()
-            ended = end_stack(self._state)
+            ended = end_stack(self._state, self._grace_s)
             self._forks.close()
             dismiss(watchdog)
             logger.info("stack stopped, %d processes ended", ended)

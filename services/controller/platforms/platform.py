@@ -36,6 +36,10 @@ def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> 
         from services.controller.platforms.kubernetes.platform import open_kubernetes
 
         return open_kubernetes(settings, registry)
+    if settings.slurm is not None:
+        from services.controller.platforms.slurm.platform import open_slurm
+
+        return open_slurm(settings, settings.slurm)
     from services.controller.platforms.local.platform import open_local
 
     return open_local(settings)

@@ -62,19 +62,19 @@ class LocalLauncher:
         self._devices = devices
         with contextlib.suppress(OSError):  # there is none yet, or it is another user's: its records are not believed
             self._directory.chmod(0o700)  # so that records are believed which an earlier release let others write
-        self._forks = TrainerForks(python, _environment, self._logs / "trainers.log", TRAINER)
+        self._forks = TrainerForks(python, environment, self._logs / "trainers.log", TRAINER)
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         process = self._read(job_id)
-        if process is None or not _is_running(process):
+        if process is None or not self._runs(process):
             await self.stop(job_id)
             if problem := device_problem(spec, self._table.names if self._devices else ()):
                 raise ValueError(problem)
             process = await self._start(job_id, spec)
         async with asyncio.timeout(START_TIMEOUT_S):
-            while _is_running(process):
+            while self._runs(process):
                 if (address := _read_if_there(process.port_file)) is not None:
-                    self._forks.warm()  # for the next one, also where this one was adopted
+                    self._warm()
                     return address
                 await asyncio.sleep(POLL_S)
         words = await self.termination_message(job_id) or "it left no message"
@@ -83,7 +83,7 @@ class LocalLauncher:
     async def alive(self, job_id: str) -> bool:
         cap(self._log(job_id))
         process = self._read(job_id)
-        return process is not None and _is_running(process)
+        return process is not None and self._runs(process)
 
     def placed(self, job_id: str) -> bool:
         return True
@@ -119,6 +119,13 @@ class LocalLauncher:
     async def leave(self, job_id: str) -> None:
         self._table.leave(job_id)
 
+    def _runs(self, process: TrainerProcess) -> bool:
+        return is_running(process)
+
+    def _warm(self) -> None:
+        """Has a process ready for the next trainer, also where this one was adopted."""
+        self._forks.warm()
+
     async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -130,7 +137,7 @@ class LocalLauncher:
         at_once = max(spec.trainer.world_size, 1 if self._devices else len(self._table.names))
         threads = spec.trainer.threads or max(1, usable_cpus() // at_once)
         devices = self._table.of.get(job_id, self._devices)[: spec.trainer.world_size] if self._devices else ()
-        env = {**_environment(), **self._variables(job_id, threads), **show_only(devices)}
+        env = {**environment(), **self._variables(job_id, threads), **show_only(devices)}
         order = Order(TRAINER, trainer_flags(port_file), env, ranks=spec.trainer.world_size)
 
         def note(pid: int, started: str) -> None:
@@ -173,7 +180,7 @@ class LocalLauncher:
         return self._state_dir / "jobs" / job_id / "logs" / "trainer.log"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Environment of the process that trainers are forked from."""
     return fork_environment(trainer_environment(os.environ))
 
@@ -196,7 +203,7 @@ def _read_if_there(path: str) -> str | None:
         return None
 
 
-def _is_running(process: TrainerProcess) -> bool:
+def is_running(process: TrainerProcess) -> bool:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)  # reaps it if it was our child
     return process.started != "" and start_ticks(process.pid) == process.started
@@ -204,7 +211,7 @@ def _is_running(process: TrainerProcess) -> bool:
 
 async def _end_group(process: TrainerProcess, grace_s: float) -> None:
     """SIGTERM to the whole group, SIGKILL to what is left of it after `grace_s`."""
-    if not _is_running(process):
+    if not is_running(process):
         if start_ticks(process.pid) == "":  # else the pid is somebody else's by now
             _signal_group(process.pid, signal.SIGKILL)
             await _reap(process.pid)
@@ -212,7 +219,7 @@ async def _end_group(process: TrainerProcess, grace_s: float) -> None:
     if grace_s > 0:
         _signal_group(process.pid, signal.SIGTERM)
     for _ in range(int(grace_s / POLL_S)):
-        if not _is_running(process):
+        if not is_running(process):
             break
         await asyncio.sleep(POLL_S)
     _signal_group(process.pid, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Trainers as steps of the Slurm allocation that the controller runs in."""
