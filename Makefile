@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-all lint audit fmt docs lock protos \
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-slurm test-all lint audit fmt docs lock protos \
 	bench images clean
 
 help:  ## list the targets
@@ -41,7 +41,7 @@ vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA
 # Three files on two cores: a third of the time of these tests is waiting.
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	@tests/browser
-	$(PYTEST) --numprocesses 3 -m "not long and not cluster" $(PYTEST_FLAGS)
+	$(PYTEST) --numprocesses 3 -m "not long and not cluster and not slurm" $(PYTEST_FLAGS)
 
 test-fast: $(VENV)/.dev  ## run the tests that need neither torch nor a process, in a minute and a half
 	$(PYTEST) --numprocesses 2 --fast $(PYTEST_FLAGS)
@@ -54,10 +54,13 @@ test-lowest:  ## run some of the tests with the oldest versions that pyproject.t
 test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
 	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
 
+test-slurm: $(VENV)/.dev  ## run a fleet, and faults, on a Slurm of two nodes on this machine; see tests/slurm/run
+	PYTEST="$(BIN)/python -m pytest" tests/slurm/run $(PYTEST_FLAGS)
+
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	@tests/packages
 	@tests/browser
-	@start=$$(date +%s); $(PYTEST) --numprocesses 2 -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
+	@start=$$(date +%s); $(PYTEST) --numprocesses 2 -m "not cluster and not slurm" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; the aim is 40 min on two cores"; exit $$status
 
 lint: $(VENV)/.dev  ## check style, words, types and who imports whom

@@ -1,0 +1,1 @@
+"""Runs the fleet on a real Slurm of two nodes on this machine."""
