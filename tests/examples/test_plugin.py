@@ -76,6 +76,7 @@ def test_the_plugins_own_tests_pass(installed: Workplace) -> None:
     assert re.search(r"\d+ passed", installed.run(f"{TESTS} -p no:cacheprovider"))
 
 
+@pytest.mark.long
 def test_they_run_from_the_checkout_without_an_installation(tmp_path: Path) -> None:
     """Also where pytest has none of this repository's plugins."""
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

@@ -125,7 +125,8 @@ def test_broadcast_to_two_processes_is_bitwise_equal() -> None:
     buckets = weights.make_buckets(weights.specs_of(parameters), bucket_bytes=1024)
     assert len(buckets) > 2
     store = TransferStore("127.0.0.1", 20)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([receiver.__module__])
     results = context.Queue()
     packed = [bucket.SerializeToString() for bucket in buckets]
     workers = [

@@ -525,7 +525,7 @@ async def scales_of(engine: RolloutEngine) -> torch.Tensor:
     return torch.cat([linear.fp8_scale.flatten() for linear in await fp8_linears(engine)])
 
 
-@pytest.mark.parametrize("engine_class", [DiffusersEngine, VllmOmniEngine])
+@pytest.mark.parametrize("engine_class", [DiffusersEngine, pytest.param(VllmOmniEngine, marks=pytest.mark.long)])
 async def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     monkeypatch: pytest.MonkeyPatch,
     tiny_qwen_image: Path,

@@ -447,6 +447,7 @@ def test_what_it_cannot_do_is_said(engine: VllmOmniEngine, model: ModelSpec, mon
         VllmOmniEngine(CPU, max_batch=1)
 
 
+@pytest.mark.long
 def test_vllm_omni_starts_anew_for_another_model_and_dummy_weights_are_those_of_diffusers(
     engine: VllmOmniEngine, other: DiffusersEngine, model: ModelSpec
 ) -> None:

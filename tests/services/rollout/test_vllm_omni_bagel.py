@@ -87,6 +87,7 @@ def found(
     return {**load_file(output / "found.safetensors"), **names, "planes": inputs["planes"]}
 
 
+@pytest.mark.long
 def test_pictures_are_vllm_omnis(found: dict[str, Any], painter: ModelAdapter, reference: Any) -> None:
     """Final latents of the ODE with every kind of guidance; prompts and negative prompts of different lengths together
     in one batch, where vLLM-Omni has them one by one. 15 levels are 14 steps."""

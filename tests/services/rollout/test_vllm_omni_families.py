@@ -22,7 +22,7 @@ from tests.services.rollout.test_engine import Recorder, Sender
 from tests.services.rollout.test_families import batch_of, request_for
 from tests.tiny_models import make_tiny
 
-KINDS = ("stable_diffusion_3", "wan_two_experts", "wan_5b")
+KINDS = ("stable_diffusion_3", pytest.param("wan_two_experts", marks=pytest.mark.long), "wan_5b")
 TOLERANCE = 1e-4
 
 

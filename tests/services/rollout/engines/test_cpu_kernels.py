@@ -72,6 +72,7 @@ def test_what_is_not_written_in_torch_is_refused() -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make vllm-omni")
+@pytest.mark.long
 def test_linears_keep_their_weights_where_the_cpu_has_amx() -> None:
     """In a process of its own: the first import of vLLM chooses the platform for all that follows."""
     script = (

@@ -22,7 +22,8 @@ from tests.services.trainer.workers import make_worker
 
 def test_rows_of_three_ranks_come_together() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank_main.__module__])  # three forks of one that has imported torch
     results: Any = context.Queue()
     workers = [context.Process(target=rank_main, args=(rank, store.port, results)) for rank in range(SIZE)]
     for worker in workers:
