@@ -1,7 +1,8 @@
 """Saves a trainer that gets a signal to end, as from a drained node or a preemption, within its grace.
 
-An adapter takes seconds to write, so its steps since the last checkpoint are kept. Full weights may take minutes: the
-log says what is lost. A step that still runs when the grace ends is lost too: weights inside it are of no version.
+An adapter takes seconds to write, so its steps since the last checkpoint are kept. Full weights may take minutes: they
+are written where the grace is long, else the log says what is lost. A step that still runs when the grace ends is lost
+too: weights inside it are of no version.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from flowfleet.proto import trainer_pb2
 from services.trainer.commands import Command, Kind
 from services.trainer.runner import Runner
 from services.trainer.worker import Job
+
+FULL_S = 120.0
+"""Shortest grace in which full weights are saved."""
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ async def leave(job: Job | None, runner: Runner, grace_s: float) -> bool:
     if not settled:
         log.warning("a command still runs after %.0f s; %s or more", grace_s, lost, extra=extra)
         return False
-    if not job.engine.is_lora:
+    if not job.engine.is_lora and grace_s < FULL_S:
         log.warning("full weights are not saved on a signal; %s", lost, extra=extra)
         return True
     saving = asyncio.create_task(_save(job, runner))
