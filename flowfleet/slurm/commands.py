@@ -46,7 +46,10 @@ def submit(options: SlurmOptions) -> str:
     make_private(folder / "logs")
     script = folder / SCRIPT
     write_atomically(script, render(options))
-    slurm("sbatch", "--test-only", str(script))
+    try:
+        slurm("sbatch", "--test-only", str(script))
+    except StackError as error:
+        raise StackError(f"{error}; `sinfo` shows what there is: change the options that ask for more") from None
     (folder / CLIENT).unlink(missing_ok=True)
     job_id = slurm("sbatch", "--parsable", str(script)).strip().partition(";")[0]
     write_atomically(folder / JOB_FILE, json.dumps({"job_id": job_id}))

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -32,10 +33,10 @@ TRIES: Final = 5
 log = logging.getLogger(__name__)
 
 
-def local_folder(key: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Folder on this node's disk for the data of one run of a job."""
+def local_folder(shared: Path, key: str, env: Mapping[str, str] = os.environ) -> Path:
+    """Folder on this node's disk for the data of one run of the job `key` of the fleet in `shared`."""
     disk = env.get("SLURM_TMPDIR") or env.get("TMPDIR") or tempfile.gettempdir()
-    return Path(disk) / f"flowfleet-{os.geteuid()}-{key}"
+    return Path(disk) / f"flowfleet-{os.geteuid()}-{key}-{zlib.crc32(str(shared).encode()):08x}"
 
 
 class Copies:
@@ -57,7 +58,7 @@ class Copies:
 
     def keep(self, stop: threading.Event) -> None:
         """Copies until `stop` is set."""
-        copied_at = time.monotonic()
+        copied_at, complained = time.monotonic(), False
         while not stop.wait(LOOK_S):
             seen = self._checkpoints()
             if seen == self._seen and time.monotonic() - copied_at < EVERY_S:
@@ -66,9 +67,11 @@ class Copies:
                 return
             try:
                 self.copy()
-                self._seen, copied_at = seen, time.monotonic()
+                self._seen, copied_at, complained = seen, time.monotonic(), False
             except OSError as error:  # a full disk, or a server that is too busy rewriting its files
-                log.warning("could not copy Redis's data to the shared folder; trying again: %s", error)
+                if not complained:
+                    log.warning("could not copy Redis's data to the shared folder; trying again: %s", error)
+                complained = True
 
     def copy(self) -> None:
         """Replaces the copy. A command that is cut in two at its end is dropped by the server that reads it. Raises

@@ -58,7 +58,7 @@ def run_in_allocation(
         end_stack(state)
         (state.path / ENDING).unlink(missing_ok=True)
         allocation, ports = find_allocation(state.path, num_ports(options), env)
-        live = local_folder(allocation.key, env)
+        live = local_folder(state.path, allocation.key, env)
         copies = Copies(live, state.path)
         try:
             if copies.restore():
@@ -82,7 +82,7 @@ def run_in_allocation(
                 copies.copy()
             shutil.rmtree(live, ignore_errors=True)
     if at_limit.is_set():
-        _begin_again(allocation, state.path, env)
+        _begin_again(allocation, state.path)
 
 
 def _say_why(stop: threading.Event, at_limit: threading.Event, folder: Path) -> None:
@@ -110,12 +110,11 @@ def _end_left_steps(allocation: Allocation) -> None:
         log.warning("steps may be left: %s", error)
 
 
-def _begin_again(allocation: Allocation, folder: Path, env: Mapping[str, str]) -> None:
-    """Queues the job again, or a successor where it may not be. Does nothing in a shell of `salloc`."""
-    if env.get("SLURM_JOB_NAME") is None or not (folder / SCRIPT).exists():
-        return
+def _begin_again(allocation: Allocation, folder: Path) -> None:
+    """Queues the job again, or a successor where it may not be. A shell of `salloc` has neither."""
     try:
         slurm("scontrol", "requeue", allocation.job_id)
     except StackError as error:
-        log.warning("%s; submitting a job that follows this one", error)
-        slurm("sbatch", f"--dependency=afterany:{allocation.job_id}", str(folder / SCRIPT))
+        log.warning("not queued again: %s", error)
+        if (folder / SCRIPT).exists():
+            slurm("sbatch", f"--dependency=afterany:{allocation.job_id}", str(folder / SCRIPT))

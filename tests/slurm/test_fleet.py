@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from flowfleet.slurm.tools import steps_of
 from tests.slurm.pretend import PretendSlurm, processes_on
 from tests.waiting import wait_until
 
-STEPS, RANKS, ROLLOUTS = 12, 3, 1
+SEED = os.environ.get("SLURM_SEED")
+"""Seed of ten faults in random order, for a run by hand; unset: each fault once."""
+STEPS, RANKS, ROLLOUTS = 12 if SEED is None else 16, 3, 1
 SETTINGS = [
     f"schedule.steps={STEPS}",
     "schedule.save_every=1",
@@ -176,23 +178,35 @@ def status(fleet: Fleet) -> str:
 FAULTS = (kill_the_controller, kill_a_rank, cancel_the_step, kill_redis, restart_slurmctld, end_the_time, kill_the_node)
 
 
+def faults() -> list[Callable[[Fleet], None]]:
+    if SEED is None:
+        return [*FAULTS]
+    chance = random.Random(int(SEED))
+    return chance.sample([*FAULTS, *chance.choices(FAULTS, k=3)], k=10)
+
+
 def test_a_job_through_all_faults_ends_with_the_weights_of_one_machine(
     fleet: Fleet, spec: Any, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A second job waits in the queue through all of them, and then runs."""
+    small = prepare_job(Path("tiny_ocr"), [*SETTINGS, "trainer.world_size=1", "schedule.steps=1"], same_machine=True)
     with fleet.client() as client:
         job = client.submit(spec)
+        second = client.submit(small)
     began = time.monotonic()
     wait_until(lambda: fleet.step(job) >= 1, 120, 0.2)
     first_s = fleet.took_s + time.monotonic() - began
-    for fault in FAULTS:
+    named = faults()
+    for fault in named:
         fleet.trains(job)
         fault(fleet)
     with fleet.client() as client:
         ended = client.wait(job.id, 240)
         assert weights(ended) == expected
         assert sum(ended.progress.samples_dropped.values()) == 0
+        assert client.wait(second.id, 240).status == "succeeded"
     with capsys.disabled():
-        print(f"\nslurm up to the first step {first_s:.0f} s; {len(FAULTS)} faults, weights {expected[:12]}")
+        print(f"\nslurm up to the first step {first_s:.0f} s; {len(named)} faults, weights {expected[:12]}")
     assert first_s < 90
 
 
