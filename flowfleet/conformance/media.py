@@ -45,16 +45,15 @@ def picture(index: int, media_type: str = "image/png") -> Media:
 
 
 @functools.cache
-def video(index: int, sound: Sound | None = None) -> Media:
+def video(index: int) -> Media:
     """The same sign, which moves to the right."""
-    still = np.asarray(_drawn(index))
-    frames: Frames = np.stack([np.roll(still, _STEP * number, axis=1) for number in range(NUM_FRAMES)])
-    return encode_media(frames, sound=sound)
+    return encode_media(_moving(index))
 
 
+@functools.cache
 def film(index: int) -> Media:
     """The same with a tone; each index has a pitch and a loudness of its own."""
-    return video(index, _tone(index))
+    return encode_media(_moving(index), sound=_tone(index))
 
 
 def wave(index: int) -> Media:
@@ -62,7 +61,11 @@ def wave(index: int) -> Media:
     return encode_sound(_tone(index))
 
 
-@functools.cache
+def _moving(index: int) -> Frames:
+    still = np.asarray(_drawn(index))
+    return np.stack([np.roll(still, _STEP * number, axis=1) for number in range(NUM_FRAMES)])
+
+
 def _tone(index: int) -> Sound:
     times = np.arange(SOUND_RATE * NUM_FRAMES // 16) / SOUND_RATE
     tone = np.sin(2 * np.pi * 220 * (index + 1) * times) / (index + 2)

@@ -24,6 +24,7 @@ KINDS = {
     "flux.1-kontext": "flux_kontext",
     "sana": "sana",
     "krea": "krea2",
+    "ltx-2": "ltx2",
     "hunyuanvideo-1.5": "hunyuan_video_15",
     "ti2v": "wan_5b",
     "i2v": "wan_image",

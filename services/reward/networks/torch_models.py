@@ -21,7 +21,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from flowfleet import hub
 from flowfleet.hardware import devices
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
 from services.reward.networks.checkpoints import Checkpoint, fingerprint
 from services.reward.networks.pixels import differentiable
 from services.reward.scorer import PlainScorer, ScorerSettings
@@ -70,7 +70,7 @@ class ModelSettings(ScorerSettings):
 class ModelScorer(PlainScorer, Generic[Settings]):
     """A scorer of pictures and videos around a torch model, whose forward pass takes a batch."""
 
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
+    modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (-math.inf, math.inf)
     call_bytes = 0
 
@@ -158,15 +158,15 @@ class PictureReader:
 
 def image_processor(folder: Path, setting: str) -> Any:
     """Image processor of a checkpoint, using PIL. Raises ValueError if it cannot be made."""
-    return _from_folder(AutoImageProcessor, folder, setting, "image processor", backend="pil")
+    return from_folder(AutoImageProcessor, folder, setting, "image processor", backend="pil")
 
 
 def load_tokenizer(folder: Path, setting: str) -> Any:
     """Tokenizer of a checkpoint. Raises ValueError if it cannot be made."""
-    return _from_folder(transformers.AutoTokenizer, folder, setting, "tokenizer")
+    return from_folder(transformers.AutoTokenizer, folder, setting, "tokenizer")
 
 
-def _from_folder(kind: Any, folder: Path, setting: str, what: str, **options: Any) -> Any:
+def from_folder(kind: Any, folder: Path, setting: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, ImportError) as error:
