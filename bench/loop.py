@@ -103,12 +103,13 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "updates_per_step": 2,
         "micro_batch_size": options.micro_batch,
         "gradient_checkpointing": options.checkpointing,
+        "offload": options.offload,
         "quantization": options.trainer_quantization,
         "compile": options.compile,
         "samples": options.samples,
         "optimizer": {"lr": 3e-4 if options.mode == "lora" else 3e-5, "state": options.optimizer_state},
     }
-    size = {"height": 64, "width": 64} if options.tiny else {}
+    size = {"height": 64, "width": 64} if options.tiny else {"height": options.size, "width": options.size}
     dtype = "float32" if options.tiny else "bfloat16"
     return {
         "name": "bench-loop",
@@ -241,6 +242,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=16, help="rows of one forward of a rollout (16)")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of one forward of a trainer rank (8)")
     parser.add_argument("--old-log-probs", choices=("first_forward", "rollout"), default="first_forward")
+    parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
     parser.add_argument("--steps", type=int, default=4, help="measured (4)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those (2)")
     parser.add_argument("--max-staleness", type=int, default=1)
@@ -250,6 +252,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
     parser.add_argument("--tail-steps", type=int, default=0, help="of MixGRPO-Flash, after the window (none)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--offload", choices=("none", "optimizer", "activations", "auto"), default="none")
     parser.add_argument("--optimizer-state", choices=("device", "host", "8bit"), default="device")
     parser.add_argument("--compare", action="store_true", help="one rollout, one trainer rank, diffusers engine")
     return parser

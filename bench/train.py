@@ -84,6 +84,7 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "world_size": world_size,
                 "micro_batch_size": options.batch,
                 "gradient_checkpointing": options.checkpointing,
+                "offload": options.offload,
                 "compile": options.compile,
                 "deterministic": options.deterministic,
                 "quantization": options.quantization,
@@ -179,6 +180,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch (8)")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an update and rank (1)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--offload", choices=("none", "optimizer", "activations", "auto"), default="none")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--compile", action="store_true")

@@ -125,6 +125,11 @@ def peak_flops(device: torch.device) -> float | None:
     return None if card is None else card.peak_flops
 
 
+def name_of(device: torch.device) -> str:
+    """The device, with its maker's name of an accelerator."""
+    return f"{device} ({_of(device).get_device_name(device)})" if is_accelerator(device) else str(device)
+
+
 def has_fused_optimizer(device: torch.device) -> bool:
     """Returns True if torch's AdamW has a fused kernel on the device."""
     return device.type in ("cpu", "cuda")
@@ -170,11 +175,18 @@ def identity(device: torch.device) -> str:
 
 
 def byte_buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """(size_bytes,) uint8, zeros. In host memory it is pinned where there is an accelerator to copy from or to."""
+    """(size_bytes,) uint8, zeros. In host memory it is pinned where there is an accelerator to copy from or to, and the
+    host allows it."""
     pinned = not is_accelerator(device) and any(
         module is not None and module.is_available() for module in map(_module, ("cuda", "npu"))
     )
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    try:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    except RuntimeError as error:
+        if not pinned:
+            raise
+        log.warning("%d bytes of pinned memory refused, copies to the device will be slower: %s", size_bytes, error)
+        return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -53,11 +53,18 @@ class Graphs:
     """Takes the place of a module's `forward`. Thread-safe as the module is: one call at a time."""
 
     def __init__(
-        self, module: nn.Module, *, state: Callable[[], Hashable] = lambda: None, trains: bool = False
+        self,
+        module: nn.Module,
+        *,
+        state: Callable[[], Hashable] = lambda: None,
+        trains: bool = False,
+        may_replay: Callable[[], bool] = lambda: True,
     ) -> None:
         """`state`: says how the module computes, where that can change. `trains`: forwards with gradient are captured
-        too; the gradients of parameters are then whole after each backward, and inputs get none."""
+        too; the gradients of parameters are then whole after each backward, and inputs get none. `may_replay`: asked
+        before these."""
         self._module, self._plain, self._state, self._trains = module, module.forward, state, trains
+        self._may_replay = may_replay
         self._warm: set[Hashable] = set()
         """Kinds of which a call was launched, and its backward."""
         self._graphs: OrderedDict[Hashable, _Captured | None] = OrderedDict()
@@ -99,6 +106,10 @@ class Graphs:
         torch._foreach_copy_(captured.inputs, tensors)
         return captured.shape(self._replay(captured))
 
+    def is_in_flight(self) -> bool:
+        """Returns True between the replays of a forward with gradient and of its backward."""
+        return self._flight() is not None
+
     @property
     def holds(self) -> bool:
         """True if graphs hold memory."""
@@ -127,7 +138,8 @@ class Graphs:
     def _takes(self, tensors: list[Tensor]) -> bool:
         is_small = bool(tensors) and tensors[0].numel() <= MOST_ELEMENTS and all(tensor.is_cuda for tensor in tensors)
         is_known = not torch.is_grad_enabled() or (self._trains and not any(it.requires_grad for it in tensors))
-        return is_small and is_known and self._flight() is None and not torch.cuda.is_current_stream_capturing()
+        is_free = not self.is_in_flight() and (not torch.is_grad_enabled() or self._may_replay())
+        return is_small and is_known and is_free and not torch.cuda.is_current_stream_capturing()
 
     def _keep(self, kind: Hashable, captured: _Captured | None) -> None:
         self._graphs[kind] = captured

@@ -3,7 +3,6 @@
 For text encoders on small devices: each prompt is encoded once, so that its weights may cross the bus each time.
 """
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from flowfleet.hardware import devices
 
-log = logging.getLogger(__name__)
 _ALIGNMENT = 256
 """Bytes that a parameter's place is a multiple of."""
 
@@ -37,7 +35,7 @@ class _Group:
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters, self._device = list(parameters), device
         self._sizes = [-(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT for parameter in self._parameters]
-        self._host = _host_buffer(sum(self._sizes))
+        self._host = devices.byte_buffer(sum(self._sizes), torch.device("cpu"))
         held = [parameter.data for parameter in self._parameters]
         self.drop()
         for parameter, tensor in zip(self._parameters, held, strict=True):
@@ -52,15 +50,6 @@ class _Group:
     def _point_to(self, flat: Tensor) -> None:
         for parameter, part in zip(self._parameters, torch.split(flat, self._sizes), strict=True):
             parameter.data = part[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-
-
-def _host_buffer(num_bytes: int) -> Tensor:
-    """Pinned, where the host allows it."""
-    try:
-        return devices.byte_buffer(num_bytes, torch.device("cpu"))
-    except RuntimeError as error:
-        log.warning("pinned memory refused, copies to the device will be slower: %s", error)
-        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -127,6 +127,14 @@ class TrainerPart(Part):
     """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads a rank; unset: all cores shared by the ranks."""
+    offload: Literal["none", "optimizer", "activations", "auto"] = "none"
+    """LoRA's memory that is in pinned host memory. optimizer: fp32 weights and moments, which updates stream.
+    activations: also what full checkpointing keeps of each block, until its backward. auto: the first of these with
+    which the device is predicted to suffice."""
     samples: Literal["no", "idle", "only"] = "no"
     """Sampling by the trainer's ranks, as replicas of their own job. idle: in addition to rollouts, between updates.
     only: no rollouts at all, strictly on-policy."""
+
+    def offloads(self, what: Literal["optimizer", "activations"]) -> bool:
+        """Returns True if that is in host memory; `auto` counts as none."""
+        return self.offload == "activations" or self.offload == what

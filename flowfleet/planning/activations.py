@@ -45,15 +45,16 @@ class Activations:
     working: int
     """On top of what is kept, while the largest block computes its backward."""
 
-    def peak(self, checkpointing: str, rows: int, passes: int = 1) -> float:
-        """The most that is there at once for `rows` samples with so many forwards before the backward."""
+    def peak(self, checkpointing: str, rows: int, passes: int = 1, *, inputs_left: float = 1.0) -> float:
+        """The most that is there at once for `rows` samples with so many forwards before the backward. `inputs_left`:
+        share of the blocks' inputs that is on the device."""
         kept = {
             "none": self.saved,
             "selective": self.costly + self.largest,
             "full": self.largest,
         }[checkpointing]
         once = self.largest if checkpointing != "none" else 0
-        several = passes * (self.outside + self.inputs + kept - once) + once
+        several = passes * (self.outside + self.inputs * inputs_left + kept - once) + once
         return (several + self.working) * rows / self.rows
 
 

@@ -30,7 +30,9 @@ def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
         yield from (f"trainer: {line}" for line in lines)
         return
     least: Change = {"gradient_checkpointing": "full", "micro_batch_size": 1}
-    together = next((least | ranks for ranks in [{}, *_ranks(spec)] if _fits(spec, facts, least | ranks, limit)), None)
+    moved: list[Change] = [{"offload": "activations", "state": "device"}] if spec.trainer.mode == "lora" else []
+    more = [{}, *moved, *_ranks(spec)]
+    together = next((least | change for change in more if _fits(spec, facts, least | change, limit)), None)
     if together is None:
         yield f"trainer: does not fit on {MOST_RANKS} such devices either"
     else:
@@ -40,7 +42,12 @@ def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
 def _options(spec: JobSpec) -> Iterator[list[Change]]:
     """Changes of each setting that may be enough, the smallest first."""
     part = spec.trainer
-    yield [{"state": "8bit"}, {"state": "host"}] if part.optimizer.state == "device" else []
+    is_moved = part.offloads("optimizer")
+    yield [{"state": "8bit"}, {"state": "host"}] if part.optimizer.state == "device" and not is_moved else []
+    fp32: Change = {"state": "device"} if part.optimizer.state == "8bit" else {}
+    yield [{"offload": "optimizer", **fp32}] if part.mode == "lora" and not is_moved else []
+    has_inputs = part.mode == "lora" and part.gradient_checkpointing == "full"
+    yield [{"offload": "activations", **fp32}] if has_inputs and part.offload != "activations" else []
     policies = ["none", "selective", "full"]
     stronger = policies[policies.index(part.gradient_checkpointing) + 1 :]
     yield [{"gradient_checkpointing": policy} for policy in stronger]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flowfleet.hardware.graphs import MOST_ELEMENTS
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.branches import LARGE
 from flowfleet.planning.facts import Facts
@@ -23,10 +24,13 @@ MOMENTS = 2
 BLOCK_8BIT = 256
 """Elements of an 8-bit moment that share one fp32 scale."""
 HOST_SLOTS = 3
-HOST_BUCKET = 2**26
-"""Elements of moments in host memory that are streamed through the device together, in so many slots."""
+HOST_BUCKET, FAR_BUCKET = 2**26, 2**24
+"""Elements of moments in host memory that are streamed through the device together, in so many slots; the second where
+the weights are there as well."""
 CHUNK_8BIT = 2**24
 """Elements of 8-bit moments that are decoded together."""
+LEFT = 0.1
+"""Share of blocks' inputs that is on the device at once where they are offloaded."""
 IN_FLIGHT = 2
 """Blocks that FSDP2 holds gathered: the one at work, and the next."""
 
@@ -102,36 +106,45 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     forward = _forward(spec, facts, micro, is_whole=is_whole)
+    is_far, on_host = part.offloads("optimizer"), part.offloads("optimizer") or part.optimizer.state == "host"
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
+    fp32 = FP32 * facts.trained / ranks
+    near = 0.0 if is_far else 1.0
     gradients = FP32 * facts.trained / ranks
-    held = base_bytes(spec, facts) / ranks, FP32 * facts.trained / ranks
+    held = base_bytes(spec, facts) / ranks, near * fp32
     free = None if device_bytes is None else device_bytes - sum(held)
     replica = _replica(spec, facts, free, device_bytes) if part.samples != "no" else {}
     parts = {
         "frozen base": held[0] if is_lora else 0.0,
         "masters": held[1],
-        "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
+        "optimizer state": 0.0 if on_host else moments,
         "gradients": gradients,
         "gradients, whole": (item if is_whole else FP32) * facts.trained if is_lora else 0.0,
-        "copy for the forward": float(facts.trained * item) if is_whole and item < FP32 else 0.0,
+        "gradients of graphs": float(item * facts.trained)
+        if is_whole and _has_graphs(spec, forward[0] * facts.latent)
+        else 0.0,
+        "copy for the forward": float(facts.trained * item) if is_whole and (item < FP32 or is_far) else 0.0,
         "gathered": 0.0 if is_whole else (IN_FLIGHT * facts.block + facts.outside) * item,
         "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
-        "reference": _reference(spec, facts) / ranks,
-        "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
-        "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
-        "teachers": FP32 * facts.trained * len(spec.teachers) / ranks,
+        "reference": near * _reference(spec, facts) / ranks,
+        "old policy": near * fp32 if spec.loss.keeps_old_policy else 0.0,
+        "average": near * fp32 if spec.averages else 0.0,
+        "teachers": near * fp32 * len(spec.teachers),
         "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
         "decoder": float(facts.vae_bytes) if spec.trains_on_gradients else 0.0,
         "rewards' gradients": samples * num_rounds(spec) * facts.latent * FP32 if spec.trains_on_gradients else 0.0,
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
-        "activations": facts.activations.peak(part.gradient_checkpointing, *forward) / mesh.sequence,
+        "activations": facts.activations.peak(
+            part.gradient_checkpointing, *forward, inputs_left=LEFT if part.offloads("activations") else 1.0
+        )
+        / mesh.sequence,
     }
     only_late: tuple[str, ...] = ("gradients, whole",) if is_whole else ()  # when activations are freed already
     if backwards == 1 and not is_whole:
         only_late = ("gradients", "gradients, whole")
     kept = (
         *("reference", "old policy", "average", "teachers", "samples"),
-        *("decoder", "rewards' gradients", "as a replica"),
+        *("decoder", "rewards' gradients", "as a replica", "gradients of graphs"),
     )
     resident = ("frozen base", "masters", "copy for the forward", "optimizer state", "gradients", *kept)
     return TrainerMemory(
@@ -142,7 +155,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         if spec.trains_on_gradients
         else 0.0,
         sampling_peak=sum(parts[name] for name in resident) + replica["activations"] if replica else 0.0,
-        host=(moments if part.optimizer.state == "host" else 0.0) + samples * _row_bytes(spec, facts),
+        host=(moments if on_host else 0.0) + (fp32 if is_far else 0.0) + samples * _row_bytes(spec, facts),
     )
 
 
@@ -188,11 +201,22 @@ def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
 
 def _moment_bytes(spec: JobSpec) -> float:
     """Bytes per element of one moment."""
-    return 1 + FP32 / BLOCK_8BIT if spec.trainer.optimizer.state == "8bit" else FP32
+    is_8bit = spec.trainer.optimizer.state == "8bit" and not spec.trainer.offloads("optimizer")
+    return 1 + FP32 / BLOCK_8BIT if is_8bit else FP32
+
+
+def _has_graphs(spec: JobSpec, num_elements: int) -> bool:
+    """Returns True if forwards of so many latent elements replay CUDA graphs, which leave gradients in memory of their
+    own."""
+    part = spec.trainer
+    is_captured = part.compile and part.gradient_checkpointing == "full" and not part.deterministic
+    return is_captured and num_elements <= MOST_ELEMENTS
 
 
 def _streamed(spec: JobSpec, trained: float) -> float:
     """Moments that are on the device while they are used, in the step of an optimizer of so many elements."""
+    if spec.trainer.offloads("optimizer"):
+        return (1 + MOMENTS) * FP32 * HOST_SLOTS * min(FAR_BUCKET, trained)
     at_once = {"device": 0, "host": HOST_SLOTS * HOST_BUCKET, "8bit": CHUNK_8BIT}[spec.trainer.optimizer.state]
     return MOMENTS * FP32 * min(at_once, HOST_SLOTS * trained)
 

@@ -19,7 +19,9 @@ def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> 
     part = spec.trainer
     if part.mode == "full":
         return False
-    if part.world_size == 1 or part.sharding == "replicate" or part.samples != "no" or spec.model.base == "fp8":
+    if part.world_size == 1 or part.sharding == "replicate" or part.samples != "no":
+        return True
+    if spec.model.base == "fp8" or part.offload != "none":
         return True
     fits = device_bytes is None or base_bytes <= MOST_OF_DEVICE * device_bytes
     return part.sharding == "auto" and fits

@@ -193,8 +193,8 @@ def require_fp8(device: torch.device, dtype: torch.dtype, setting: str, *, emula
     `emulated`: a CPU will do, slowly."""
     if not devices.has_fp8(device) and not (emulated and device.type == "cpu"):
         raise ValueError(
-            f"{setting} needs float8 matrix products with row-wise scales, which {device} here lacks: use NVIDIA GPUs "
-            "of compute capability 8.9 or newer, or leave it out"
+            f"{setting} needs float8 matrix products with row-wise scales, which {devices.name_of(device)} here lacks: "
+            "use NVIDIA GPUs of compute capability 8.9 or newer, or leave it out"
         )
     if dtype != torch.bfloat16:
         raise ValueError(f"{setting} works on models in bfloat16, not {dtype}: set model.dtype")

@@ -43,6 +43,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         trainer.sharding,
         trainer.mesh,
         trainer.samples,
+        trainer.offload,
         trainer.base,
         trainer.quantization,
         trainer.merged,

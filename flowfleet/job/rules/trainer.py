@@ -125,6 +125,22 @@ def samples(job: JobSpec) -> Iterator[str]:
         )
 
 
+def offload(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.offload`."""
+    part = job.trainer
+    setting = f'trainer.offload = "{part.offload}"'
+    if part.offload == "none":
+        return
+    if part.mode == "full":
+        yield f'{setting} is for an adapter: set trainer.mode = "lora", or trainer.optimizer.state = "host"'
+    if part.sharding == "fsdp" and part.world_size > 1:
+        yield f'{setting} needs an adapter that each rank holds whole: set trainer.sharding = "replicate"'
+    if part.offload == "activations" and part.gradient_checkpointing != "full":
+        yield f'{setting} moves what full checkpointing keeps: set trainer.gradient_checkpointing = "full"'
+    if part.offloads("optimizer") and part.optimizer.state == "8bit":
+        yield f"{setting} keeps both moments in host memory, in fp32: leave trainer.optimizer.state out"
+
+
 def base(job: JobSpec) -> Iterator[str]:
     """Checks `model.base`."""
     if job.model.base == "plain":

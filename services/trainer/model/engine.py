@@ -21,6 +21,7 @@ from torch import Tensor
 from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.hardware.graphs import Graphs
+from flowfleet.hardware.offloading import Offload
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.devices import DEVICES_FILE, Devices
 from flowfleet.models import level_tables, sequence_parallel
@@ -29,6 +30,7 @@ from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.level_tables import LevelLayers
 from flowfleet.models.registry import family_of
 from flowfleet.models.trainable import blocks_of, require_trainable
+from flowfleet.planning.offload import with_offload
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import STATE_DIR, THREADS, usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -77,7 +79,7 @@ class Engine:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
         read; teachers always are. Raises ValueError for a model, size, target or adapter that is not there, an adapter
         that does not fit, limits that limit nothing at this size, or noise that a step is too coarse for."""
-        self.spec = spec
+        spec = self.spec = with_offload(spec, devices.memory_bytes(ranks.device))
         self.ranks = ranks
         self.dtype = weights.dtype_of(spec.model.dtype)
         _set_threads(spec, ranks)
@@ -145,9 +147,10 @@ class Engine:
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
         if self.replicates:
+            masters_on = torch.device("cpu") if self.spec.trainer.offloads("optimizer") else None
             for component, expert in self.experts.items():
                 own = {name: part for name, part in self.trained.items() if name.startswith(f"{component}.")}
-                self._replicated[component] = ReplicatedAdapter(expert, own, self.ranks, self.dtype)
+                self._replicated[component] = ReplicatedAdapter(expert, own, self.ranks, self.dtype, masters_on)
             self.trained = {name: m for whole in self._replicated.values() for name, m in whole.masters.items()}
         teachers = {}
         for name, start in self._teachers.items():  # through the trained parameters, whose own values come after this
@@ -157,6 +160,9 @@ class Engine:
             self._start_adapter()
         if not self.spec.writes_tokens and self.spec.records_steps:
             self.adapter.expect_levels(self.schedule.timesteps)
+        self._offloads = {}
+        if self.spec.trainer.offloads("activations") and devices.is_accelerator(self.ranks.device):
+            self._offloads = {name: Offload(expert, self.ranks.device) for name, expert in self.experts.items()}
         self._graphs = self._captured() if self._captures else []
         self.decoder = self._decoder() if self.spec.trains_on_gradients else None
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
@@ -192,10 +198,14 @@ class Engine:
 
     def _captured(self) -> list[Graphs]:
         # Without full checkpointing a graph would keep all activations.
-        trains = self.spec.trainer.gradient_checkpointing == "full"
-        return [
-            Graphs(expert, state=partial(lora.adapter_is_on, expert), trains=trains) for expert in self.experts.values()
-        ]
+        trains, found = self.spec.trainer.gradient_checkpointing == "full", list[Graphs]()
+        for component, expert in self.experts.items():
+            offload = self._offloads.get(component)
+            may = (lambda offload=offload: offload.is_empty) if offload else (lambda: True)
+            found.append(Graphs(expert, state=partial(lora.adapter_is_on, expert), trains=trains, may_replay=may))
+            if offload:
+                offload.is_replaying = found[-1].is_in_flight
+        return found
 
     def make_room(self) -> bool:
         """Frees the memory that updates' graphs hold between updates. Returns True if there was any."""

@@ -19,7 +19,7 @@ from flowfleet.hardware import devices
 from flowfleet.job.spec import OptimizerPart
 from services.trainer.optim.moments import Piece, make_moments
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import like, local, num_shards
+from services.trainer.parallel.sharding import give_grad, grad_of, like, local, num_shards
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,16 @@ class ShardedAdamW:
         self._trained = trained
         self._part = part
         self._ranks = ranks
-        self._moments = make_moments(part.state, {name: local(parameter) for name, parameter in trained.items()})
+        shards = {name: local(parameter) for name, parameter in trained.items()}
+        self._moments = make_moments(part.state, shards, ranks.device)
         self._num_steps = {_component(name): 0 for name in trained}
 
     @torch.no_grad()
     def step(self, lr: float, loss_scale: float = 1.0) -> UpdateOutcome:
         """Collective. Divides the gradients by the loss's scale, clips and applies them, or drops them if they are not
         finite; then frees them."""
-        grads = {name: local(parameter.grad) for name, parameter in self._trained.items() if parameter.grad is not None}
+        given = {name: grad_of(parameter) for name, parameter in self._trained.items()}
+        grads = {name: local(grad) for name, grad in given.items() if grad is not None}
         norm = float(self._norm(list(grads.values()))) / loss_scale
         outcome = UpdateOutcome(norm, math.isfinite(norm), lr, loss_scale)
         if outcome.applied and grads:
@@ -58,7 +60,7 @@ class ShardedAdamW:
                 torch._foreach_mul_(list(grads.values()), share)
             self._apply(grads, lr)
         for parameter in self._trained.values():
-            parameter.grad = None
+            give_grad(parameter, None)
         return outcome
 
     def moments(self) -> dict[str, Tensor]:

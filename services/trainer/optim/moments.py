@@ -5,7 +5,7 @@ be updated in place. When the next pieces are requested, the store puts the mome
 
     device  fp32 next to the weights: 8 bytes per element there
     host    fp32 in pinned host memory, streamed through the device in three slots, so that one is fetched and another
-            written back while a third is used
+            written back while a third is used; so are weights that are in host memory as well (`trainer.offload`)
     8bit    a byte per element and a scale per block (quantized.py), next to the weights
 """
 
@@ -22,6 +22,8 @@ from services.trainer.optim.quantized import QuantizedRows, is_quantized
 
 BUCKET_ELEMENTS = 2**26
 """Elements of the host's pinned buffers, whose sizes torch rounds up to powers of two."""
+FAR_BUCKET_ELEMENTS = 2**24
+"""The same where the weights are there too: the device is small."""
 CHUNK_ELEMENTS = 2**24
 """Elements of a parameter whose moments are decoded at once."""
 _SLOTS = 3
@@ -46,9 +48,13 @@ class Moments(Protocol):
         tensors share the store's memory, so loading into them restores it."""
 
 
-def make_moments(state: str, shards: Mapping[str, Tensor]) -> Moments:
-    """Zeros for every shard. `state`: of `trainer.optimizer.state`."""
-    kinds: dict[str, Any] = {"device": DeviceMoments, "host": HostMoments, "8bit": QuantizedMoments}
+def make_moments(state: str, shards: Mapping[str, Tensor], device: torch.device) -> Moments:
+    """Zeros for every shard. `state`: of `trainer.optimizer.state`; shards that are not on `device`, which computes,
+    have their moments next to them."""
+    is_far = next(iter(shards.values())).device != device
+    if state == "host" or is_far:
+        return HostMoments(shards, device, with_weights=is_far)
+    kinds: dict[str, Any] = {"device": DeviceMoments, "8bit": QuantizedMoments}
     made: Moments = kinds[state](shards)
     return made
 
@@ -66,32 +72,37 @@ class DeviceMoments:
 
 
 class HostMoments:
-    def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        self._device = next(iter(shards.values())).device
-        self._is_pinned = devices.is_accelerator(self._device)
-        self._buckets = _buckets({name: shard.numel() for name, shard in shards.items()})
-        self._host = [
-            torch.zeros(2, sum(bucket.values()), dtype=torch.float32, pin_memory=self._is_pinned)
-            for bucket in self._buckets
-        ]
+    def __init__(self, shards: Mapping[str, Tensor], device: torch.device, *, with_weights: bool = False) -> None:
+        """`with_weights`: the weights stream as well."""
+        self._device, self._with_weights = device, with_weights
+        limit = FAR_BUCKET_ELEMENTS if with_weights else BUCKET_ELEMENTS
+        self._buckets = _buckets({name: shard.numel() for name, shard in shards.items()}, limit)
+        host = torch.device("cpu")
+        sizes = [sum(bucket.values()) for bucket in self._buckets]
+        self._host = [devices.byte_buffer(8 * size, host).view(torch.float32).view(2, size) for size in sizes]
         self._shapes = {name: shard.shape for name, shard in shards.items()}
 
     def pieces(self, shards: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
         width = max(host.shape[1] for host in self._host)
         slots = [_Slot(width, self._device) for _ in range(_SLOTS)]
         used = [number for number, bucket in enumerate(self._buckets) if any(name in grads for name in bucket)]
+
+        def fetch(position: int) -> None:
+            names = self._buckets[used[position]] if self._with_weights else []
+            far = [shards[name] for name in names if name in grads]
+            slots[position % _SLOTS].fetch(self._host[used[position]], far)
+
         for position, number in enumerate(used):
             if position == 0:
-                slots[0].fetch(self._host[number])
+                fetch(0)
             if position + 1 < len(used):
-                slots[(position + 1) % _SLOTS].fetch(self._host[used[position + 1]])
+                fetch(position + 1)
             slot = slots[position % _SLOTS]
-            first, second = slot.begin()
+            first, second = (self._views(number, flat) for flat in slot.begin())
+            names = [name for name in self._buckets[number] if name in grads]
+            values = slot.near or [shards[name] for name in names]
             yield [
-                Piece(shards[name], grads[name], exp_avg, second_views[name])
-                for second_views in [self._views(number, second)]
-                for name, exp_avg in self._views(number, first).items()
-                if name in grads
+                Piece(value, grads[name], first[name], second[name]) for name, value in zip(names, values, strict=True)
             ]
             slot.write_back()
         for slot in slots:
@@ -125,12 +136,17 @@ class _Slot:
         if self._stream is not None:  # who had this memory before may still use it
             self._stream.wait_stream(torch.accelerator.current_stream(device))
         self._host = torch.empty(0)
+        self._far: list[Tensor] = []
+        self.near: list[Tensor] = []
+        """Weights that were fetched, in the order of those in host memory."""
 
-    def fetch(self, host: Tensor) -> None:
-        """Starts to copy a bucket's moments to the device, after this slot's earlier write-back."""
-        self._host = host
+    def fetch(self, host: Tensor, far: list[Tensor]) -> None:
+        """Starts to copy a bucket's moments to the device, and its weights in host memory, after this slot's earlier
+        write-back."""
+        self._host, self._far = host, far
         with self._stream or nullcontext():
             self._part().copy_(host, non_blocking=True)
+            self.near = [weight.to(self._device, non_blocking=True, copy=True) for weight in far]
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Returns both moments, flat; the caller's computation is ordered after the copy."""
@@ -141,12 +157,12 @@ class _Slot:
 
     def write_back(self) -> None:
         """Starts to copy the moments to the host, after the caller's computation."""
-        if self._stream is None:
-            self._host.copy_(self._part())
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream or nullcontext():
             self._host.copy_(self._part(), non_blocking=True)
+            for weight, near in zip(self._far, self.near, strict=True):
+                weight.copy_(near, non_blocking=True)
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -188,11 +204,11 @@ def _named(**kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{kind}.{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
 
-def _buckets(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Names and sizes in order, together at most `BUCKET_ELEMENTS`, or one that is larger."""
+def _buckets(sizes: Mapping[str, int], limit: int) -> list[dict[str, int]]:
+    """Names and sizes in order, together at most `limit`, or one that is larger."""
     buckets: list[dict[str, int]] = [{}]
     for name, size in sizes.items():
-        if buckets[-1] and sum(buckets[-1].values()) + size > BUCKET_ELEMENTS:
+        if buckets[-1] and sum(buckets[-1].values()) + size > limit:
             buckets.append({})
         buckets[-1][name] = size
     return buckets

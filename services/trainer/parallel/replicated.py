@@ -2,8 +2,9 @@
 
 FSDP's hooks at each block, and a sum for each gradient, would take a sixth of the host's time in a pass, and a small
 micro-batch waits for the host. Here the modules hold the adapter in the model's dtype, which each forward copies from
-the fp32 masters. After a backward its gradients are added up in fp32; they are all-reduced once per update. One flat
-tensor holds all parameters, so that copying or reducing takes one call.
+the fp32 masters; from masters in host memory (`trainer.offload`) once they changed. After a backward its gradients are
+added up in fp32; they are all-reduced once per update. One flat tensor holds all parameters, so that copying or
+reducing takes one call.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flowfleet.hardware import devices
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import replicate
+from services.trainer.parallel.sharding import give_grad, replicate
 
 CHUNK = 2**26
 """Elements of gradients that are widened at a time."""
@@ -26,21 +28,28 @@ class ReplicatedAdapter:
     """The trained adapter of one transformer. Its parameters have memory, and FSDP does not know them."""
 
     masters: dict[str, DTensor]
-    """fp32, whole on every rank, by published name. The last `collect` of an update sets their `grad`."""
+    """fp32, whole on every rank, by published name. The last `collect` of an update gives their gradients."""
 
     def __init__(
-        self, expert: nn.Module, parameters: Mapping[str, nn.Parameter], ranks: Ranks, dtype: torch.dtype
+        self,
+        expert: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        ranks: Ranks,
+        dtype: torch.dtype,
+        masters_on: torch.device | None = None,
     ) -> None:
         """Makes the trained parameters, by published name, copies of their masters in `dtype`; in fp32 the masters
-        themselves."""
+        themselves. `masters_on`: None is the ranks' device."""
         self._ranks = ranks
         self._parameters = parameters
-        self._masters, values = self._flat(torch.float32)
+        self._masters, values = self._flat(torch.float32, masters_on)
+        self._copied = -1
+        """Version of the masters that the copies have."""
         self._copies = self._masters
         self.masters = {name: replicate(value, ranks) for name, value in values.items()}
         for name, parameter in parameters.items():
             values[name].copy_(parameter.detach())
-        if dtype != torch.float32:
+        if dtype != torch.float32 or self._is_far:
             self._copies, values = self._flat(dtype)
             expert.register_forward_pre_hook(lambda *_: self.refresh())
         for name, parameter in parameters.items():
@@ -53,8 +62,11 @@ class ReplicatedAdapter:
     def refresh(self) -> None:
         """Copies the masters; every forward does. Between a forward and its backward the masters must not change, nor
         be those of another policy: the backward would take the new ones, and autograd would not notice."""
-        if self._copies is not self._masters:
-            self._copies.copy_(self._masters)
+        if self._copies is self._masters or (self._is_far and self._masters._version == self._copied):
+            return
+        for part, masters in zip(torch.split(self._copies, CHUNK), torch.split(self._masters, CHUNK), strict=True):
+            part.copy_(masters)
+        self._copied = self._masters._version  # writing to any view of them counts
 
     def collect(self, *, is_last: bool) -> None:
         """Adds the gradients of a backward to the sums. At an update's last backward, collective: the masters get the
@@ -73,8 +85,12 @@ class ReplicatedAdapter:
                 used = self._ranks.max(used)
             for name, is_used in zip(self.masters, used.tolist(), strict=True):
                 if is_used:
-                    self.masters[name].grad = self._grads[name]
+                    give_grad(self.masters[name], self._grads[name])
             self._used = set()
+
+    @property
+    def _is_far(self) -> bool:
+        return self._masters.device != self._ranks.device
 
     def _started(self) -> Tensor:
         """The flat sums, at zero; made at the first backward."""
@@ -83,10 +99,10 @@ class ReplicatedAdapter:
             self._grads = {name: replicate(part, self._ranks) for name, part in self._places.items()}
         return self._sums.zero_()
 
-    def _flat(self, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    def _flat(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Zeros, and each parameter's place in them."""
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self._parameters.values()]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=self._ranks.device)
+        flat = devices.byte_buffer(sum(sizes) * dtype.itemsize, device or self._ranks.device).view(dtype)
         parts = zip(self._parameters.items(), torch.split(flat, sizes), strict=True)
         return flat, {name: part[: p.numel()].view_as(p) for (name, p), part in parts}
 

@@ -40,10 +40,22 @@ def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, replicate:
 
 
 def replicate(tensor: Tensor, ranks: Ranks) -> DTensor:
-    """A tensor that every rank holds whole, on its memory."""
+    """A tensor that every rank holds whole, on its memory, which may be the host's."""
     shape = (ranks.world_size, 1) if ranks.world_size > 1 else (1,)
     placements = [Replicate(), Shard(0)][-len(shape) :]
-    return DTensor.from_local(tensor, _mesh(ranks.device.type, shape), placements, run_check=False)
+    return DTensor.from_local(tensor, _mesh(tensor.device.type, shape), placements, run_check=False)
+
+
+def grad_of(parameter: Tensor) -> Tensor | None:
+    """The gradient that `give_grad` or FSDP gave."""
+    far: Tensor | None = getattr(parameter, "far_grad", None)
+    return parameter.grad if far is None else far
+
+
+def give_grad(parameter: Any, grad: Tensor | None) -> None:
+    """Sets the gradient, which may lie on another device than the parameter."""
+    is_far = grad is not None and grad.device != parameter.device
+    parameter.grad, parameter.far_grad = (None, grad) if is_far else (grad, None)
 
 
 def allocate(expert: nn.Module, device: torch.device) -> None:

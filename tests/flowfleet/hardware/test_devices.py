@@ -1,5 +1,8 @@
 """Which device is taken; the accelerators themselves are not here."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,3 +74,17 @@ def test_a_peak_is_known_by_the_devices_name(name: str, peak: float | None, monk
     assert devices.peak_flops(torch.device("cuda", 0)) == peak
     assert devices.peak_flops(torch.device("cpu")) is None
     assert devices.memory_bytes(torch.device("cpu")) is None
+
+
+def test_a_host_that_refuses_pinned_memory_gives_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.ones(*args, **kwargs)
+
+    monkeypatch.setattr(devices, "_module", lambda _: SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(torch, "zeros", refused)
+    assert devices.byte_buffer(3, torch.device("cpu")).tolist() == [1, 1, 1]
+    assert "3 bytes of pinned memory refused" in caplog.text

@@ -22,7 +22,7 @@ def test_constants_are_those_of_the_trainer() -> None:
     assert all(activations._is_costly(name, ()) for name in attention)
     assert memory.BLOCK_8BIT == quantized.BLOCK
     assert memory.CHUNK_8BIT == moments.CHUNK_ELEMENTS
-    assert memory.HOST_BUCKET == moments.BUCKET_ELEMENTS
+    assert (memory.HOST_BUCKET, memory.FAR_BUCKET) == (moments.BUCKET_ELEMENTS, moments.FAR_BUCKET_ELEMENTS)
     assert memory.HOST_SLOTS == moments._SLOTS
 
 

@@ -10,6 +10,7 @@ import torch
 from flowfleet.algorithms.registry import LOSSES
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import EmaPart, JobSpec, TeacherPart, parse_job
+from flowfleet.planning import offload
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
 from flowfleet.planning.memory import (
@@ -20,6 +21,7 @@ from flowfleet.planning.memory import (
     rollout_memory,
     trainer_memory,
 )
+from flowfleet.planning.offload import with_offload
 from flowfleet.planning.plan import predict
 from flowfleet.planning.work import work
 from services.trainer.step.gradients.store import GradientStore, RowGradient
@@ -271,6 +273,31 @@ def test_what_is_advised_fits(eager: tuple[JobSpec, Facts]) -> None:
     assert trainer_memory(changed(greedy, micro_batch_size=rows), facts).peak <= limit
     assert trainer_memory(changed(greedy, micro_batch_size=2 * rows), facts).peak > limit
     assert advise(spec, facts, limit) == []
+
+
+def test_offload_takes_masters_and_moments_then_inputs_of_blocks_off_the_device(
+    eager: tuple[JobSpec, Facts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, facts = eager
+    full = changed(spec, gradient_checkpointing="full")
+    none, optimizer, activations = (
+        trainer_memory(changed(full, offload=it), facts) for it in ("none", "optimizer", "activations")
+    )
+    assert none.update_peak - optimizer.update_peak == 12 * facts.trained
+    assert optimizer.host - none.host == 12 * facts.trained
+    left = optimizer.parts["activations"] - activations.parts["activations"]
+    assert left == pytest.approx(
+        0.9 * facts.activations.inputs * spec.trainer.micro_batch_size / facts.activations.rows
+    )
+
+    monkeypatch.setattr(offload, "gather", lambda *_, **__: facts)
+    automatic = changed(full, offload="auto")
+    for memory, level in ((none, "none"), (optimizer, "optimizer"), (activations, "activations")):
+        assert with_offload(automatic, memory.peak + RESERVE).trainer.offload == level
+    assert with_offload(automatic, None).trainer.offload == "none"
+    assert with_offload(full, GIB) is full
+    with pytest.raises(ValueError, match=r"predicted not to fit devices of .* GiB: trainer.micro_batch_size = "):
+        with_offload(automatic, activations.peak + RESERVE - GIB)
 
 
 def test_advice_combines_changes_where_no_single_one_is_enough(eager: tuple[JobSpec, Facts]) -> None:

@@ -13,7 +13,7 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import OptimizerPart
 from flowfleet.proto import trainer_pb2
-from services.trainer.optim import moments
+from services.trainer.optim import adamw, moments
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.quantized import BLOCK, QuantizedRows, dynamic_map
 from services.trainer.parallel.ranks import Ranks
@@ -28,6 +28,7 @@ SHAPES = {"a.matrix": (48, 300), "a.bias": (48,), "b.narrow": (9, 3), "b.filter"
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several buckets and chunks."""
     monkeypatch.setattr(moments, "BUCKET_ELEMENTS", 15_000)
+    monkeypatch.setattr(moments, "FAR_BUCKET_ELEMENTS", 15_000)
     monkeypatch.setattr(moments, "CHUNK_ELEMENTS", 3000)
 
 
@@ -89,17 +90,19 @@ def test_full_precision_is_pytorchs_adamw(state: str, ranks: Ranks) -> None:
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_the_host_computes_what_the_device_computes(ranks: Ranks) -> None:
-    """Bit for bit, also when a component has no gradient in some updates."""
+def test_the_host_computes_what_the_device_computes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, also when a component has no gradient in some updates, and where the weights stream too."""
     results = []
-    for state in ("device", "host"):
-        optimizer, trained = optimizer_of(state, ranks)
+    for state in ("device", "host", "far"):
+        if state == "far":
+            monkeypatch.setattr(adamw, "make_moments", lambda _, *rest: moments.HostMoments(*rest, with_weights=True))
+        optimizer, trained = optimizer_of("host" if state == "far" else state, ranks)
         run(optimizer, trained, range(3))
         run(optimizer, trained, range(3, 5), only="b.")
         run(optimizer, trained, range(5, 7))
         assert optimizer.num_steps() == {"a": 5, "b": 7}
         results.append(values(trained))
-    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+    assert all(torch.equal(results[0][name], value) for other in results[1:] for name, value in other.items())
 
 
 def test_eight_bits_end_where_thirty_two_do(ranks: Ranks) -> None:

@@ -111,3 +111,18 @@ def test_a_forward_between_a_forward_and_its_backward_changes_nothing(ranks: Ran
         summed = adapter.masters[name].grad
         assert summed is not None
         torch.testing.assert_close(local(summed), expected.float())
+
+
+def test_masters_elsewhere_are_copied_once_they_changed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicatedAdapter, "_is_far", True)
+    for dtype in DTYPES:
+        expert, adapter = made(ranks, dtype)
+        x = x_of(1, dtype)
+        before = expert(x)
+        with torch.no_grad():
+            expert.down.fill_(9.0)
+            assert not torch.equal(expert(x), before), "nothing changed, so nothing is copied"
+            local(adapter.masters["t.unused"]).add_(1.0)
+            assert torch.equal(expert(x), before), "a write to one of them copies all"
+            local(adapter.masters["t.down"]).add_(1.0)
+            assert not torch.equal(expert(x), before)
