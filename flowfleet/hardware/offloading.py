@@ -53,10 +53,10 @@ class Offload:
         self._outgrown: list[Tensor] = []
         """Buffers that graphs may still use."""
         self._away: WeakValueDictionary[int, _Away] = WeakValueDictionary()
-        """By number, which is the order of saving."""
+        """Numbers are the order of saving."""
         self._next, self._num_captured = 0, 0
         self._seen: dict[Any, tuple[StorageWeakRef, _Away]] = {}
-        """What the forward at work saved."""
+        """Tensors that the forward at work saved."""
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._weights: set[int] = set()
         """Their storages."""

@@ -128,9 +128,8 @@ class TrainerPart(Part):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads a rank; unset: all cores shared by the ranks."""
     offload: Literal["none", "optimizer", "activations", "auto"] = "none"
-    """LoRA's memory that is in pinned host memory. optimizer: fp32 weights and moments, which updates stream.
-    activations: also what full checkpointing keeps of each block, until its backward. auto: the first of these with
-    which the device is predicted to suffice."""
+    """LoRA's state in pinned host memory. optimizer: fp32 weights and moments. activations: also the inputs of
+    blocks, which full checkpointing keeps. auto: the first that is predicted to fit the device."""
     samples: Literal["no", "idle", "only"] = "no"
     """Sampling by the trainer's ranks, as replicas of their own job. idle: in addition to rollouts, between updates.
     only: no rollouts at all, strictly on-policy."""

@@ -5,11 +5,12 @@ rollout's. An adapter knows prompts, schedule, velocity and decoding; it never k
 everywhere outside the transformer. Random numbers depend on a sample's seed alone, never on its batch.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from PIL import Image
@@ -31,6 +32,10 @@ from flowfleet.models.loading import (
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.models.weight_files import PIPELINE, Layout
 from flowfleet.seeds import derive_seed
+
+log = logging.getLogger(__name__)
+TILE: Final = 512
+"""Pixels that a tile of a VAE without a size of its own is wide and high."""
 
 
 class NotFinite(ValueError):
@@ -371,7 +376,28 @@ class ModelAdapter(ABC):
             assert prompts is not None, "clean frames are the prompts'"
             latents = self._joined(latents, prompts.rows(len(latents)))
         with torch.no_grad():
-            return self._decode(latents, size.whole)
+            return self._decode_in_room(latents, size.whole)
+
+    def _decode_in_room(self, latents: Tensor, size: Size) -> Tensor:
+        """Decodes fewer rows at a time where memory does not suffice, and at last one in overlapping tiles."""
+        try:
+            return self._decode(latents, size)
+        except torch.OutOfMemoryError:
+            if len(latents) == 1 and not self._tile_decoding():
+                raise
+        parts = torch.split(latents, max(1, len(latents) // 2))
+        return torch.cat([self._decode_in_room(part, size) for part in parts])
+
+    def _tile_decoding(self) -> bool:
+        """Returns False if the VAE has tiles already, or cannot have any."""
+        if getattr(self.vae, "use_tiling", True):
+            return False
+        log.warning("no memory to decode a whole sample: the VAE decodes overlapping tiles from now on")
+        self.vae.enable_tiling()
+        if hasattr(self.vae, "tile_latent_min_size"):  # else as large as the sizes that it was trained on
+            self.vae.tile_sample_min_size = TILE
+            self.vae.tile_latent_min_size = TILE >> (len(self.vae.config.block_out_channels) - 1)
+        return True
 
     def decode_sound(self, latents: Tensor, size: Size) -> tuple[Tensor, int]:
         """Returns the sounds (B, channels, samples) of final latents, float32 from -1 to 1 on the CPU, and their

@@ -67,6 +67,9 @@ class QwenVaeAdapter(ModelAdapter):
         assert self._decoder is not None
         planes = unpack(latents.to(self.device, torch.float32), *self._token_grid(size))
         planes = planes * self._latents_std.to(self.device) + self._latents_mean.to(self.device)
+        if getattr(self.vae, "use_tiling", False):
+            tiled: Tensor = self.vae.decode(planes.to(self.vae.dtype)[:, :, None], return_dict=False)[0]
+            return tiled[:, :, 0]
         pixels: Tensor = self._decoder(planes.to(self.vae.dtype))
         return pixels
 

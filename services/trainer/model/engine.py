@@ -208,11 +208,12 @@ class Engine:
         return found
 
     def make_room(self) -> bool:
-        """Frees the memory that updates' graphs hold between updates. Returns True if there was any."""
+        """Frees memory that updates hold between them: graphs, and sums of gradients. Returns True if there was any."""
         held = [graphs for graphs in self._graphs if graphs.holds]
         for graphs in held:
             graphs.release()
-        return bool(held)
+        freed = [whole.free() for whole in self._replicated.values()]
+        return bool(held) or any(freed)
 
     @contextmanager
     def policy(self, policy: Policy) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flowfleet.hardware import devices
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import give_grad, replicate
+from services.trainer.parallel.sharding import give_grad, grad_of, replicate
 
 CHUNK = 2**26
 """Elements of gradients that are widened at a time."""
@@ -87,6 +87,14 @@ class ReplicatedAdapter:
                 if is_used:
                     give_grad(self.masters[name], self._grads[name])
             self._used = set()
+
+    def free(self) -> bool:
+        """Frees the sums between updates. Returns True if there were any."""
+        is_between = not self._used and all(grad_of(master) is None for master in self.masters.values())
+        if not is_between or self._sums is None:
+            return False
+        self._sums, self._places, self._grads = None, {}, {}
+        return True
 
     @property
     def _is_far(self) -> bool:

@@ -126,3 +126,18 @@ def test_masters_elsewhere_are_copied_once_they_changed(ranks: Ranks, monkeypatc
             assert torch.equal(expert(x), before), "a write to one of them copies all"
             local(adapter.masters["t.down"]).add_(1.0)
             assert not torch.equal(expert(x), before)
+
+
+def test_sums_are_freed_between_updates_alone(ranks: Ranks) -> None:
+    expert, adapter = made(ranks, torch.bfloat16)
+    found = []
+    for seed in (1, 2):
+        for is_last in (False, True):
+            expert(x_of(seed, torch.bfloat16)).sum().backward()
+            adapter.collect(is_last=is_last)
+            assert not adapter.free()
+        found.append(local(adapter.masters["t.down"].grad).clone())  # type: ignore[arg-type]
+        for master in adapter.masters.values():
+            master.grad = None
+        assert adapter.free()
+    assert not torch.equal(*found)
