@@ -7,7 +7,7 @@ fp32 masters never reaches a sample. Text encoders and VAE are loaded as in a ro
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from services.trainer.model.loading import plain_name
 from services.trainer.parallel.sharding import local
 from services.trainer.turns import Turns
 
+T = TypeVar("T")
 SMALL_DEVICE_BYTES = 48 * 2**30
 MAX_BATCH = 256
 """Maximum rows of one forward; the same as a rollout's default."""
@@ -45,7 +46,7 @@ class SharingEngine(DiffusersEngine):
         super().__init__(ranks.device, max_batch=MAX_BATCH, threads=num_threads(spec, ranks), pulse=pulse)
         self._trained, self._turns, self._shared = trained, turns, shared
         self._is_short = False
-        """True once samples had no room next to the graphs of updates."""
+        """True once samples had no room next to what updates hold."""
         turns.before_training = self._make_room
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
@@ -81,9 +82,21 @@ class SharingEngine(DiffusersEngine):
             for graphs in self._graphs:
                 graphs.release()
 
+    def _in_room(self, work: Callable[[], T]) -> T:
+        """Does the work, which has the same bits when it is repeated, again where memory does not suffice."""
+        if self._is_short:
+            self._trained.make_room()
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            self._is_short = True
+            if not self._trained.make_room():
+                raise
+        return work()
+
     def _encode(self, request: GenerationRequest) -> Any:
         with self._turns.sampling(self.pulse.beat):
-            return super()._encode(request)
+            return self._in_room(lambda: super(SharingEngine, self)._encode(request))
 
     def _sample(
         self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
@@ -96,15 +109,7 @@ class SharingEngine(DiffusersEngine):
             return super(SharingEngine, self)._sample(request, encoded, rows, between_steps)
 
         with self._turns.sampling(self.pulse.beat):
-            if self._is_short:
-                self._trained.make_room()
-            try:
-                return sampled()
-            except torch.OutOfMemoryError:
-                self._is_short = True
-                if not self._trained.make_room():
-                    raise
-            return sampled()  # the same bits: each row has its own seed
+            return self._in_room(sampled)
 
 
 def share(trained: nn.Module, bare: nn.Module) -> None:
