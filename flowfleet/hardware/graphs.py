@@ -123,6 +123,12 @@ class Graphs:
     def release(self) -> None:
         """Frees the memory of all graphs; each is captured again at its next call."""
         self._graphs.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Frees the memory of graphs, but remembers which kinds had no room."""
+        for kind in [kind for kind, captured in self._graphs.items() if captured is not None]:
+            del self._graphs[kind]
         self._grads.clear()
         self._pool = None
 
@@ -151,7 +157,8 @@ class Graphs:
             return self._captured(args, kwargs)
         except torch.OutOfMemoryError as error:
             log.warning("no memory to capture a CUDA graph, this kind of batch stays launched: %s", error)
-            return None
+        self._forget()  # the pool keeps what the capture took, as long as any graph uses it
+        return None
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -1,7 +1,7 @@
 """CUDA graphs of forwards: what is a kind, and on a GPU that replays have the bits of launched calls."""
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -129,3 +129,17 @@ def test_a_second_forward_before_the_backward_is_launched() -> None:
     calls = module.calls
     module(x)[0].sum().backward()
     assert module.calls == calls
+
+
+def test_a_capture_without_memory_gives_back_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    graphs = Graphs(Model(), trains=True)
+    graphs._graphs.update(captured=cast(Any, object()), launched=None)
+    graphs._pool, graphs._grads = object(), {nn.Parameter(): torch.zeros(1)}
+    monkeypatch.setattr(graphs, "_captured", no_memory)
+    assert graphs._capture((), {}) is None
+    assert [*graphs._graphs] == ["launched"], "kinds that had no room stay launched"
+    assert graphs._pool is None
+    assert not graphs._grads
