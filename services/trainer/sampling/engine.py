@@ -24,6 +24,7 @@ from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.loading import load_others
+from services.rollout.engines.local import without_threads
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row
 from services.trainer.model.engine import Engine, lora_spec, model_spec, num_threads
@@ -52,7 +53,7 @@ class SharingEngine(DiffusersEngine):
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         spec, trained_model = self._trained.spec, model_spec(self._trained.spec, model.fingerprint)
         trained_model.path = str(self._trained.folder)
-        if (model, lora) != (trained_model, lora_spec(spec)):
+        if (without_threads(model), lora) != (trained_model, lora_spec(spec)):
             raise ValueError(f"this replica is a rank of a trainer of {spec.model.path}: it samples for that job alone")
         await super().prepare(model, lora)
 
