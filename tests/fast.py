@@ -22,7 +22,7 @@ PROCESSES = re.compile(
 )
 """Words of a test, or of a helper of tests, that starts processes or imports torch itself."""
 FIXTURES = {"_redis_of_session", "forks"}
-SLOW_MARKS = ("long", "cluster")
+SLOW_MARKS = ("long", "cluster", "slurm")
 
 
 def is_fast(path: Path) -> bool:

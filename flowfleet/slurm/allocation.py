@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -144,7 +144,7 @@ def _probe(
     num_ports: int,
     before: tuple[str, ...],
     srun: tuple[str, ...],
-) -> dict[str, dict]:  # type: ignore[type-arg]
+) -> dict[str, dict[str, Any]]:
     """Node → its answer. A step on each node reads a word from the shared folder."""
     word, file = secrets.token_hex(8), state_dir / "probe"
     write_atomically(file, word)
@@ -171,7 +171,7 @@ def _probe(
     return answers
 
 
-def _address(name: str, told: str, answers: Mapping[str, Mapping]) -> str:  # type: ignore[type-arg]
+def _address(name: str, told: str, answers: Mapping[str, Mapping[str, Any]]) -> str:
     """An IP address by which others reach a node. Its own /etc/hosts may give it a loopback address, so another node's
     answer counts first."""
     try:
