@@ -63,9 +63,10 @@ def _replica(figure: Mapping[str, Any], model: Path) -> JobSpec:
     adapter = (
         {"rank": figure["lora_rank"]} if figure["lora_rank"] else {"rank": 1, "target_modules": [rollout.ONE_LINEAR]}
     )
+    is_base = figure["quantization"] == "fp8_base"
     return parse_job(
         {
-            "model": {"path": str(model), "load_format": "dummy"},
+            "model": {"path": str(model), "load_format": "dummy", "base": "fp8" if is_base else "plain"},
             "data": {"train": "unused.txt"},
             "rewards": {"ocr": {}},
             "rollout": {
@@ -74,7 +75,7 @@ def _replica(figure: Mapping[str, Any], model: Path) -> JobSpec:
                 "num_inference_steps": figure["steps"],
                 "guidance_scale": figure["guidance"],
                 "batch_size": figure["batch"],
-                "quantization": figure["quantization"],
+                "quantization": "none" if is_base else figure["quantization"],
             },
             "trainer": {"mode": "lora", "lora": adapter},
         }
