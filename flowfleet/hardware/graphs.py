@@ -68,7 +68,7 @@ class Graphs:
         self._warm: set[Hashable] = set()
         """Kinds of which a call was launched, and its backward."""
         self._graphs: OrderedDict[Hashable, _Captured | None] = OrderedDict()
-        """None where memory did not suffice."""
+        """None where the capture failed."""
         self._pool: Any = None
         self._stream: Any = None
         """Where forwards with gradient run."""
@@ -126,7 +126,7 @@ class Graphs:
         self._forget()
 
     def _forget(self) -> None:
-        """Frees the memory of graphs, but remembers which kinds had no room."""
+        """Frees the memory of graphs, but remembers of which kinds the capture failed."""
         for kind in [kind for kind, captured in self._graphs.items() if captured is not None]:
             del self._graphs[kind]
         self._grads.clear()
@@ -155,8 +155,8 @@ class Graphs:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured | None:
         try:
             return self._captured(args, kwargs)
-        except torch.OutOfMemoryError as error:
-            log.warning("no memory to capture a CUDA graph, this kind of batch stays launched: %s", error)
+        except RuntimeError as error:  # no memory, or a kernel that waits for the device, as some models have
+            log.warning("could not capture a CUDA graph, this kind of batch stays launched: %s", error)
         self._forget()  # the pool keeps what the capture took, as long as any graph uses it
         return None
 

@@ -131,15 +131,18 @@ def test_a_second_forward_before_the_backward_is_launched() -> None:
     assert module.calls == calls
 
 
-def test_a_capture_without_memory_gives_back_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_capture_that_fails_gives_back_what_graphs_hold(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error("operation not permitted when stream is capturing")
 
     graphs = Graphs(Model(), trains=True)
     graphs._graphs.update(captured=cast(Any, object()), launched=None)
     graphs._pool, graphs._grads = object(), {nn.Parameter(): torch.zeros(1)}
-    monkeypatch.setattr(graphs, "_captured", no_memory)
+    monkeypatch.setattr(graphs, "_captured", fails)
     assert graphs._capture((), {}) is None
-    assert [*graphs._graphs] == ["launched"], "kinds that had no room stay launched"
+    assert [*graphs._graphs] == ["launched"], "kinds whose capture failed stay launched"
     assert graphs._pool is None
     assert not graphs._grads
