@@ -31,6 +31,7 @@ from flowfleet.api.fleet import Fleet
 from flowfleet.api.jobs import MAX_SWEEP, Checkpoint, Job, JobEvent, MetricsRow, Priority
 from flowfleet.api.overview import JobRow
 from flowfleet.api.problems import ApiError
+from flowfleet.api.profiles import Profile
 from flowfleet.api.rewards import Rewards
 from flowfleet.api.samples import Sample
 from flowfleet.client.connection import AWAY, CHECKS_S, POLL_S, RETRY_DELAYS_S, unreachable
@@ -176,6 +177,14 @@ class AsyncClient(AsyncVoting):
         `high` 16 times."""
         answer = await self._call("POST", f"/v1/jobs/{job_id}/priority", params={"priority": priority})
         return read(Job, answer.json())
+
+    async def profile(self, job_id: str, steps: int = 1) -> Job:
+        """Has the trainer's ranks profile the next `steps` training steps."""
+        return read(Job, (await self._call("POST", f"/v1/jobs/{job_id}/profile", params={"steps": steps})).json())
+
+    async def profiles(self, job_id: str) -> list[Profile]:
+        """Profiles of a job's training steps, oldest first."""
+        return [read(Profile, row) for row in (await self._get(f"/v1/jobs/{job_id}/profiles")).json()]
 
     async def delete(self, job_id: str, *, files: bool = False) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an

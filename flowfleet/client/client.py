@@ -139,6 +139,8 @@ class Client:
     finish = blocking(AsyncClient.finish)
     extend = blocking(AsyncClient.extend)
     prioritize = blocking(AsyncClient.prioritize)
+    profile = blocking(AsyncClient.profile)
+    profiles = blocking(AsyncClient.profiles)
     delete = blocking(AsyncClient.delete)
     wait = blocking(AsyncClient.wait)
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -187,6 +188,21 @@ def byte_buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
             raise
         log.warning("%d bytes of pinned memory refused, copies to the device will be slower: %s", size_bytes, error)
         return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+@contextmanager
+def memory_history(device: torch.device, snapshot: Path) -> Iterator[None]:
+    """Records allocations inside, and writes torch's snapshot of them; on CUDA alone."""
+    if device.type != "cuda":
+        yield
+        return
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history(max_entries=100_000)
+    try:
+        yield
+        memory._dump_snapshot(str(snapshot))
+    finally:
+        memory._record_memory_history(enabled=None)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

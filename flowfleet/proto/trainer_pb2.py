@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flowfleet.proto import common_pb2 as flowfleet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lowfleet/v1/trainer.proto\x12\x0c\x66lowfleet.v1\x1a\x19\x66lowfleet/v1/common.proto\"\xe1\x01\n\x10\x43onfigureRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12,\n\x06ledger\x18\x04 \x01(\x0b\x32\x1c.flowfleet.v1.LedgerPosition\x12:\n\x06inputs\x18\x05 \x03(\x0b\x32*.flowfleet.v1.ConfigureRequest.InputsEntry\x1a-\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb1\x01\n\x0eLedgerPosition\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06latest\x18\x02 \x01(\x04\x12\x12\n\nfrom_start\x18\x03 \x01(\x08\x12:\n\x07history\x18\x04 \x03(\x0b\x32).flowfleet.v1.LedgerPosition.HistoryEntry\x1a.\n\x0cHistoryEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa0\x01\n\x11\x43onfigureResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cresumed_from\x18\x03 \x01(\t\x12\x0e\n\x06misfit\x18\x04 \x01(\t\x12)\n\tset_aside\x18\x06 \x03(\x0b\x32\x16.flowfleet.v1.SetAside\x12\x0f\n\x07samples\x18\x07 \x01(\x04\"6\n\x08SetAside\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x89\x01\n\x0bTrainSample\x12$\n\x06sample\x18\x01 \x01(\x0b\x32\x14.flowfleet.v1.Sample\x12\x11\n\tadvantage\x18\x02 \x01(\x01\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04pair\x18\x04 \x01(\r\x12\x12\n\nwithout_kl\x18\x05 \x01(\x08\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\xab\x01\n\x0eGradientReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x38\n\x06params\x18\x03 \x03(\x0b\x32(.flowfleet.v1.GradientReward.ParamsEntry\x12\x11\n\taddresses\x18\x04 \x03(\t\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xff\x01\n\x0bGroupPrompt\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.flowfleet.v1.GroupPrompt.MetadataEntry\x12\x37\n\x07weights\x18\x04 \x03(\x0b\x32&.flowfleet.v1.GroupPrompt.WeightsEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc0\x01\n\x10TrainStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.flowfleet.v1.TrainSample\x12\x36\n\x10gradient_rewards\x18\x04 \x03(\x0b\x32\x1c.flowfleet.v1.GradientReward\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.flowfleet.v1.GroupPrompt\"\x8f\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.flowfleet.v1.TrainStepResponse.MetricsEntry\x12\x10\n\x08replayed\x18\x04 \x01(\x08\x12\x0e\n\x06ratios\x18\x05 \x03(\x02\x12\x16\n\x0ereward_failure\x18\x06 \x01(\t\x12\x14\n\x0cis_permanent\x18\x07 \x01(\x08\x12\x15\n\rfailed_reward\x18\x08 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"t\n\x15PublishWeightsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\'\n\x08replicas\x18\x03 \x03(\x0b\x32\x15.flowfleet.v1.Replica\x12\x11\n\tevaluated\x18\x04 \x01(\x08\">\n\rPublishResult\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xbe\x01\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12,\n\x07results\x18\x03 \x03(\x0b\x32\x1b.flowfleet.v1.PublishResult\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x15\n\rdrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x07 \x01(\x01\"C\n\x15SaveCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0c\n\x04keep\x18\x03 \x03(\x04\"=\n\x16SaveCheckpointResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"E\n\x12\x45xportModelRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x13\n\x11\x45ndTrainerRequest\"\x14\n\x12\x45ndTrainerResponse\"\x19\n\x17GetTrainerStatusRequest\"\xc5\x01\n\rTrainerStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.flowfleet.v1.TrainerState\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x15\n\rapplied_steps\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x05ranks\x18\x07 \x03(\x0b\x32\x1a.flowfleet.v1.RankProgress\"m\n\x0cRankProgress\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\r\n\x05signs\x18\x05 \x01(\x04\x12\x11\n\tsilence_s\x18\x06 \x01(\x01*~\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAINER_STATE_UNCONFIGURED\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x16\n\x12TRAINER_STATE_BUSY\x10\x03\x32\xd5\x04\n\x0eTrainerService\x12L\n\tConfigure\x12\x1e.flowfleet.v1.ConfigureRequest\x1a\x1f.flowfleet.v1.ConfigureResponse\x12L\n\tTrainStep\x12\x1e.flowfleet.v1.TrainStepRequest\x1a\x1f.flowfleet.v1.TrainStepResponse\x12[\n\x0ePublishWeights\x12#.flowfleet.v1.PublishWeightsRequest\x1a$.flowfleet.v1.PublishWeightsResponse\x12[\n\x0eSaveCheckpoint\x12#.flowfleet.v1.SaveCheckpointRequest\x1a$.flowfleet.v1.SaveCheckpointResponse\x12R\n\x0b\x45xportModel\x12 .flowfleet.v1.ExportModelRequest\x1a!.flowfleet.v1.ExportModelResponse\x12O\n\tGetStatus\x12%.flowfleet.v1.GetTrainerStatusRequest\x1a\x1b.flowfleet.v1.TrainerStatus\x12H\n\x03\x45nd\x12\x1f.flowfleet.v1.EndTrainerRequest\x1a .flowfleet.v1.EndTrainerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lowfleet/v1/trainer.proto\x12\x0c\x66lowfleet.v1\x1a\x19\x66lowfleet/v1/common.proto\"\xe1\x01\n\x10\x43onfigureRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12,\n\x06ledger\x18\x04 \x01(\x0b\x32\x1c.flowfleet.v1.LedgerPosition\x12:\n\x06inputs\x18\x05 \x03(\x0b\x32*.flowfleet.v1.ConfigureRequest.InputsEntry\x1a-\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb1\x01\n\x0eLedgerPosition\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06latest\x18\x02 \x01(\x04\x12\x12\n\nfrom_start\x18\x03 \x01(\x08\x12:\n\x07history\x18\x04 \x03(\x0b\x32).flowfleet.v1.LedgerPosition.HistoryEntry\x1a.\n\x0cHistoryEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa0\x01\n\x11\x43onfigureResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cresumed_from\x18\x03 \x01(\t\x12\x0e\n\x06misfit\x18\x04 \x01(\t\x12)\n\tset_aside\x18\x06 \x03(\x0b\x32\x16.flowfleet.v1.SetAside\x12\x0f\n\x07samples\x18\x07 \x01(\x04\"6\n\x08SetAside\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x89\x01\n\x0bTrainSample\x12$\n\x06sample\x18\x01 \x01(\x0b\x32\x14.flowfleet.v1.Sample\x12\x11\n\tadvantage\x18\x02 \x01(\x01\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04pair\x18\x04 \x01(\r\x12\x12\n\nwithout_kl\x18\x05 \x01(\x08\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\xab\x01\n\x0eGradientReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x38\n\x06params\x18\x03 \x03(\x0b\x32(.flowfleet.v1.GradientReward.ParamsEntry\x12\x11\n\taddresses\x18\x04 \x03(\t\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xff\x01\n\x0bGroupPrompt\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.flowfleet.v1.GroupPrompt.MetadataEntry\x12\x37\n\x07weights\x18\x04 \x03(\x0b\x32&.flowfleet.v1.GroupPrompt.WeightsEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd1\x01\n\x10TrainStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.flowfleet.v1.TrainSample\x12\x36\n\x10gradient_rewards\x18\x04 \x03(\x0b\x32\x1c.flowfleet.v1.GradientReward\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.flowfleet.v1.GroupPrompt\x12\x0f\n\x07profile\x18\x06 \x01(\x08\"\x8f\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.flowfleet.v1.TrainStepResponse.MetricsEntry\x12\x10\n\x08replayed\x18\x04 \x01(\x08\x12\x0e\n\x06ratios\x18\x05 \x03(\x02\x12\x16\n\x0ereward_failure\x18\x06 \x01(\t\x12\x14\n\x0cis_permanent\x18\x07 \x01(\x08\x12\x15\n\rfailed_reward\x18\x08 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"t\n\x15PublishWeightsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\'\n\x08replicas\x18\x03 \x03(\x0b\x32\x15.flowfleet.v1.Replica\x12\x11\n\tevaluated\x18\x04 \x01(\x08\">\n\rPublishResult\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xbe\x01\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12,\n\x07results\x18\x03 \x03(\x0b\x32\x1b.flowfleet.v1.PublishResult\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x15\n\rdrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x07 \x01(\x01\"C\n\x15SaveCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0c\n\x04keep\x18\x03 \x03(\x04\"=\n\x16SaveCheckpointResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"E\n\x12\x45xportModelRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x13\n\x11\x45ndTrainerRequest\"\x14\n\x12\x45ndTrainerResponse\"\x19\n\x17GetTrainerStatusRequest\"\xc5\x01\n\rTrainerStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.flowfleet.v1.TrainerState\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x15\n\rapplied_steps\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x05ranks\x18\x07 \x03(\x0b\x32\x1a.flowfleet.v1.RankProgress\"m\n\x0cRankProgress\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\r\n\x05signs\x18\x05 \x01(\x04\x12\x11\n\tsilence_s\x18\x06 \x01(\x01*~\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAINER_STATE_UNCONFIGURED\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x16\n\x12TRAINER_STATE_BUSY\x10\x03\x32\xd5\x04\n\x0eTrainerService\x12L\n\tConfigure\x12\x1e.flowfleet.v1.ConfigureRequest\x1a\x1f.flowfleet.v1.ConfigureResponse\x12L\n\tTrainStep\x12\x1e.flowfleet.v1.TrainStepRequest\x1a\x1f.flowfleet.v1.TrainStepResponse\x12[\n\x0ePublishWeights\x12#.flowfleet.v1.PublishWeightsRequest\x1a$.flowfleet.v1.PublishWeightsResponse\x12[\n\x0eSaveCheckpoint\x12#.flowfleet.v1.SaveCheckpointRequest\x1a$.flowfleet.v1.SaveCheckpointResponse\x12R\n\x0b\x45xportModel\x12 .flowfleet.v1.ExportModelRequest\x1a!.flowfleet.v1.ExportModelResponse\x12O\n\tGetStatus\x12%.flowfleet.v1.GetTrainerStatusRequest\x1a\x1b.flowfleet.v1.TrainerStatus\x12H\n\x03\x45nd\x12\x1f.flowfleet.v1.EndTrainerRequest\x1a .flowfleet.v1.EndTrainerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,8 +44,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPPROMPT_WEIGHTSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERSTATE']._serialized_start=2783
-  _globals['_TRAINERSTATE']._serialized_end=2909
+  _globals['_TRAINERSTATE']._serialized_start=2800
+  _globals['_TRAINERSTATE']._serialized_end=2926
   _globals['_CONFIGUREREQUEST']._serialized_start=72
   _globals['_CONFIGUREREQUEST']._serialized_end=297
   _globals['_CONFIGUREREQUEST_INPUTSENTRY']._serialized_start=252
@@ -71,37 +71,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPPROMPT_WEIGHTSENTRY']._serialized_start=1222
   _globals['_GROUPPROMPT_WEIGHTSENTRY']._serialized_end=1268
   _globals['_TRAINSTEPREQUEST']._serialized_start=1271
-  _globals['_TRAINSTEPREQUEST']._serialized_end=1463
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=1466
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1737
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1691
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1737
-  _globals['_REPLICA']._serialized_start=1739
-  _globals['_REPLICA']._serialized_end=1785
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1787
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1903
-  _globals['_PUBLISHRESULT']._serialized_start=1905
-  _globals['_PUBLISHRESULT']._serialized_end=1967
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1970
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2160
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2162
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2229
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2231
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2292
-  _globals['_EXPORTMODELREQUEST']._serialized_start=2294
-  _globals['_EXPORTMODELREQUEST']._serialized_end=2363
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=2365
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=2400
-  _globals['_ENDTRAINERREQUEST']._serialized_start=2402
-  _globals['_ENDTRAINERREQUEST']._serialized_end=2421
-  _globals['_ENDTRAINERRESPONSE']._serialized_start=2423
-  _globals['_ENDTRAINERRESPONSE']._serialized_end=2443
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2445
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2470
-  _globals['_TRAINERSTATUS']._serialized_start=2473
-  _globals['_TRAINERSTATUS']._serialized_end=2670
-  _globals['_RANKPROGRESS']._serialized_start=2672
-  _globals['_RANKPROGRESS']._serialized_end=2781
-  _globals['_TRAINERSERVICE']._serialized_start=2912
-  _globals['_TRAINERSERVICE']._serialized_end=3509
+  _globals['_TRAINSTEPREQUEST']._serialized_end=1480
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=1483
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1754
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1708
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1754
+  _globals['_REPLICA']._serialized_start=1756
+  _globals['_REPLICA']._serialized_end=1802
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1804
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1920
+  _globals['_PUBLISHRESULT']._serialized_start=1922
+  _globals['_PUBLISHRESULT']._serialized_end=1984
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1987
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2177
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2179
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2246
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2248
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2309
+  _globals['_EXPORTMODELREQUEST']._serialized_start=2311
+  _globals['_EXPORTMODELREQUEST']._serialized_end=2380
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=2382
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=2417
+  _globals['_ENDTRAINERREQUEST']._serialized_start=2419
+  _globals['_ENDTRAINERREQUEST']._serialized_end=2438
+  _globals['_ENDTRAINERRESPONSE']._serialized_start=2440
+  _globals['_ENDTRAINERRESPONSE']._serialized_end=2460
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2462
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2487
+  _globals['_TRAINERSTATUS']._serialized_start=2490
+  _globals['_TRAINERSTATUS']._serialized_end=2687
+  _globals['_RANKPROGRESS']._serialized_start=2689
+  _globals['_RANKPROGRESS']._serialized_end=2798
+  _globals['_TRAINERSERVICE']._serialized_start=2929
+  _globals['_TRAINERSERVICE']._serialized_end=3526
 # @@protoc_insertion_point(module_scope)

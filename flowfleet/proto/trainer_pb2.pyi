@@ -403,8 +403,11 @@ class TrainStepRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     GRADIENT_REWARDS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
+    profile: _builtins.bool
+    """profile the step: traces come into the folder `profiles` next to the checkpoints"""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainSample]: ...
     @_builtins.property
@@ -421,10 +424,11 @@ class TrainStepRequest(_message.Message):
         samples: _abc.Iterable[Global___TrainSample] | None = ...,
         gradient_rewards: _abc.Iterable[Global___GradientReward] | None = ...,
         prompts: _abc.Iterable[Global___GroupPrompt] | None = ...,
+        profile: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_rewards", b"gradient_rewards", "job_id", b"job_id", "prompts", b"prompts", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_rewards", b"gradient_rewards", "job_id", b"job_id", "profile", b"profile", "prompts", b"prompts", "samples", b"samples", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from services.controller.api.routes import jobs as api_jobs
 from services.controller.api.routes import models as api_models
 from services.controller.api.routes import overview as api_overview
 from services.controller.api.routes import page as api_page
+from services.controller.api.routes import profiles as api_profiles
 from services.controller.api.routes import rewards as api_rewards
 from services.controller.api.routes import session as api_session
 from services.controller.api.routes import sweeps as api_sweeps
@@ -58,7 +59,7 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    jobs = (api_jobs, api_sweeps, api_uploads, api_rewards, api_votes, api_history, api_models)
+    jobs = (api_jobs, api_sweeps, api_uploads, api_rewards, api_votes, api_history, api_models, api_profiles)
     routers = [room.router for room in (api_session, api_overview, *jobs, api_system, api_page)]
     for router in routers:
         app.include_router(router)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -48,6 +48,7 @@ from services.trainer.step.gradients.store import release
 from services.trainer.step.inputs import Batch, Reader
 from services.trainer.step.kinds import plan, reader_of
 from services.trainer.step.mfu import Mfu
+from services.trainer.step.profiler import recorded
 from services.trainer.step.requests import check_request, pairs_of
 from services.trainer.step.update import StepTrainer
 from services.trainer.turns import Turns
@@ -176,7 +177,9 @@ class Worker:
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps, rewards)
         later = ((updates, self._batches(job, updates)) for updates in passes[1:])
         try:
-            with self._turn():
+            folder = job.checkpoints.directory.parent / "profiles"
+            profiling = recorded(folder, request.step, self.ranks) if request.profile else nullcontext()
+            with self._turn(), profiling:
                 metrics = trainer.train(chain([(passes[0], batches)], later), timings)
                 ratios = trainer.sample_ratios()
         except FlowfleetError as failure:  # before the first change

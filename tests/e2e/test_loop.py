@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from flowfleet.api.jobs import Job, MetricsRow
-from tests.e2e.conftest import Fleet, assert_accounted
+from flowfleet.api.problems import ApiError
+from tests.e2e.conftest import DEADLINE_S, Fleet, assert_accounted
 from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
@@ -26,8 +29,10 @@ def curve(rows: list[MetricsRow]) -> list[tuple[float | None, ...]]:
 
 @pytest.fixture(scope="module")
 def first(fleet: Fleet, small_job: MakeJob) -> Job:
-    """The fleet's first job, on a replica that holds the base."""
-    return fleet.run(small_job())
+    """The fleet's first job, on a replica that holds the base. Its first step or two are profiled."""
+    job = fleet.client.submit(small_job())
+    fleet.client.profile(job.id, 1)
+    return fleet.client.wait(job.id, DEADLINE_S)
 
 
 def test_a_job_runs_to_its_end_and_leaves_what_it_promised(fleet: Fleet, first: Job) -> None:
@@ -64,6 +69,25 @@ def test_every_sample_of_a_step_has_its_trace(fleet: Fleet, first: Job) -> None:
     assert max(advantages) == pytest.approx(row.values["critic/advantages/max"], abs=1e-6)
     assert statistics.fmean(ratios) == pytest.approx(row.values["actor/ratio_mean"], abs=1e-4)
     assert fleet.client.job(first.id).accelerator_hours["trainer"] > 0
+
+
+def test_a_profiled_step_shows_its_costs_and_traces(fleet: Fleet, first: Job) -> None:
+    found = fleet.client.profiles(first.id)
+    assert found[0].step == 0
+    for profile in found:
+        seconds = [cost.seconds for cost in profile.costs]
+        assert len(seconds) == 10
+        assert seconds == sorted(seconds, reverse=True)
+        assert any("mm" in cost.name for cost in profile.costs)  # matrix products of the updates
+        assert profile.files == [f"step-{profile.step:08d}-rank-0.trace.json.gz"]
+        url = f"{fleet.stack.url}/v1/jobs/{first.id}/profiles/{profile.files[0]}"
+        trace = json.loads(gzip.decompress(httpx.get(url, headers=fleet.headers).content))
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {cost.name for cost in profile.costs} <= names
+    with pytest.raises(ApiError, match="it has no more steps to profile"):
+        fleet.client.profile(first.id)
+    missing = httpx.get(f"{fleet.stack.url}/v1/jobs/{first.id}/profiles/spec.json", headers=fleet.headers)
+    assert (missing.status_code, "give a file of the list" in missing.text) == (422, True)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from services.controller.store.records import (
 )
 from services.controller.store.removal import FILES, leave
 
-_STEPS = "steps.asked"
+_STEPS, _PROFILED = "steps.asked", "profiled.before"
 _INPUTS = "inputs"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 _HOLD = """
@@ -208,6 +208,25 @@ class Jobs(Linked):
         await self.status(job_id)
         await self._link.transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
+
+    async def request_profile(self, job_id: str, steps: int) -> JobRecord:
+        """Has the next training steps profiled. Raises NotFound, Conflict where the job has ended."""
+
+        async def attempt(pipe: Pipe) -> None:
+            status, done = await pipe.hmget(keys.job(job_id), "status", "progress.step")
+            if (ended := JobStatus(_present(job_id, status))).terminal:
+                raise Conflict(f"the job has ended as {ended}: it has no more steps to profile")
+            pipe.multi()
+            pipe.hset(keys.job(job_id), _PROFILED, int(done or 0) + 1 + steps)  # the step at work began without
+            add_event(pipe, job_id, "request", {"action": "profile", "steps": steps})
+
+        await self.status(job_id)
+        await self._link.transaction(attempt, keys.job(job_id))
+        return await self.get(job_id)
+
+    async def profiled_before(self, job_id: str) -> int:
+        """Training steps below this one are profiled; those that ended are not asked for again."""
+        return int(await self._redis.hget(keys.job(job_id), _PROFILED) or 0)
 
     async def hold(self, job_id: str, pipe: Pipe) -> None:
         """Adds to a transaction that the job pauses until its user resumes it, unless it is being cancelled.

@@ -124,6 +124,14 @@ async def extend(
     return await _request_steps(job_id, use, steps)
 
 
+@router.post("/{job_id}/profile", status_code=202)
+async def profile(
+    job_id: JobId, use: Use, steps: Annotated[int, Query(ge=1, le=10, description="Training steps, from the next.")] = 1
+) -> JobRecord:
+    """Has the trainer's ranks profile the updates of the next steps, which takes some time and disk."""
+    return await use.store.jobs.request_profile(job_id, steps)
+
+
 @router.post("/{job_id}/priority", status_code=202)
 async def prioritize(job_id: JobId, use: Use, priority: Priority) -> JobRecord:
     """Gives a job another priority, which counts while it waits in the queue."""

@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/model", tags=["models"])
 Step = Annotated[
     int | None, Query(ge=0, le=MAX_STEP, description="Of a kept checkpoint; without it, the longest trained.")
 ]
-_FILE: dict[int | str, dict[str, Any]] = {
+FILE: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file", "content": {OTHER_MEDIA: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
@@ -29,7 +29,7 @@ async def show_model(job_id: KnownJobId, use: Use, step: Step = None) -> ModelMa
     return (await asyncio.to_thread(_find, use, job_id, step))[1]
 
 
-@router.get("/files/{name:path}", response_class=Response, responses=_FILE)
+@router.get("/files/{name:path}", response_class=Response, responses=FILE)
 async def model_file(
     job_id: KnownJobId,
     name: str,

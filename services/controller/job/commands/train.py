@@ -13,6 +13,7 @@ from services.controller.job.machine import events as ev
 async def train(job: JobContext, step: int) -> None:
     """Update the model once. The trainer records each step, so a repeated request changes nothing."""
     request = await job.load_train_request(step)
+    request.profile = step < await job.store.jobs.profiled_before(job.job_id)
     with job.pool.updating():
         result = await job.trainer.train(request)
     is_new = step == job.machine.state.version

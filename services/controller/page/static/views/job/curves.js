@@ -9,6 +9,7 @@ import { breaksOf, linesOf, panels, rewardNames } from "../../lib/series.js";
 import { signs } from "../../lib/signs.js";
 import { Chart } from "../../parts/chart.js";
 import { Await, Empty } from "../../parts/states.js";
+import { Profiles } from "./profiles.js";
 import { Timeline } from "./timeline.js";
 
 export function Curves({ job, query }) {
@@ -28,6 +29,7 @@ export function Curves({ job, query }) {
       !others.length &&
       html`
         <${Timeline} job=${job} rows=${own.data ?? own.stale ?? []} />
+        <${Profiles} job=${job} />
       `
     }
   `;

@@ -1,0 +1,21 @@
+"""Profiles of training steps, as REST gives them. Free of torch."""
+
+from flowfleet.api.answers import Answer
+
+
+class Cost(Answer):
+    name: str
+    """Operator, or kernel of an accelerator."""
+    calls: int
+    seconds: float
+    """Own time, without what it called."""
+
+
+class Profile(Answer):
+    step: int
+    on_device: bool = False
+    """True if the costs are an accelerator's kernels."""
+    costs: list[Cost] = []
+    """The largest of rank 0, in order."""
+    files: list[str] = []
+    """Traces and memory snapshots of all ranks."""
