@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import ExifTags, Image
 
+from flowfleet.conformance.media import huge_picture
 from flowfleet.job.spec import parse_job
 from flowfleet.media.files import MediaLimits
 from services.controller.jobs.submission.data_checks import MAX_LINES
@@ -282,6 +283,33 @@ async def test_a_condition_image_without_a_header_is_refused(api: Api, edit: Job
         [(_, detail)] = await refusals(api, edit(rows))
         assert f"train.jsonl:{line}: " in detail
         assert "bad.png is not a readable image/png" in detail
+
+
+async def test_images_that_are_missing_huge_or_animated(api: Api, edit: Job, tmp_path: Path) -> None:
+    good = picture(tmp_path / "good.png", 16, 16)
+    (tmp_path / "huge.png").write_bytes(huge_picture()[0])
+    still, other = Image.new("RGB", (16, 16)), Image.new("RGB", (16, 16), "red")
+    still.save(tmp_path / "moves.webp", save_all=True, append_images=[other])
+    still.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    Image.new("I;16", (16, 16)).save(tmp_path / "wide.png")
+    assert await refusals(api, edit([[good], ["moves.webp"], ["cmyk.jpg"], ["wide.png"]])) == []  # of films the first
+    [(setting, detail)] = await refusals(api, edit([[good], ["absent.png"]]))
+    assert (setting, "train.jsonl:2: there is no file " in detail) == ("data.train", True)
+    [(setting, detail)] = await refusals(api, edit([[good], ["huge.png"]]))
+    assert setting == "data.train"
+    assert "train.jsonl:2: " in detail
+    assert "huge.png is not a readable image/png" in detail
+    assert "900000000 pixels) exceeds limit" in detail
+
+
+async def test_a_model_that_writes_text_takes_no_column_of_images(api: Api, job: Job, tmp_path: Path) -> None:
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    picture(tmp_path / "1.png", 8, 8)
+    data = lines(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": "a", "images": ["1.png"]})
+    text = {"model": {"path": str(tmp_path / "qwen")}, "algorithm": {"name": "grpo"}, "data": data}
+    [detail] = [detail for _, detail in await refusals(api, job(**text)) if "one.jsonl" in detail]
+    assert detail.endswith('one.jsonl:2: Qwen3 takes no images: leave out "images"')
 
 
 async def test_good_preferences_are_taken_without_a_reward(api: Api, job: Job, tmp_path: Path) -> None:
