@@ -11,11 +11,10 @@ from typing import Final
 from flowfleet.local.files import make_private, read_own, write_atomically
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.slurm.copies import check_folder
-from flowfleet.slurm.head import CLIENT, SCRIPT
+from flowfleet.slurm.head import CLIENT, DOWN, JOB_FILE, SCRIPT, write_job
 from flowfleet.slurm.script import SlurmOptions, render
 from flowfleet.slurm.tools import slurm, state_of
 
-JOB_FILE: Final = "slurm.json"
 DOWN_S: Final = 330.0
 """Longest wait for a fleet that saves. Slurm then ends it."""
 POLL_S: Final = 0.5
@@ -50,10 +49,9 @@ def submit(options: SlurmOptions) -> str:
         slurm("sbatch", "--test-only", str(script))
     except StackError as error:
         raise StackError(f"{error}; `sinfo` shows what there is: change the options that ask for more") from None
-    (folder / CLIENT).unlink(missing_ok=True)
-    job_id = slurm("sbatch", "--parsable", str(script)).strip().partition(";")[0]
-    write_atomically(folder / JOB_FILE, json.dumps({"job_id": job_id}))
-    return job_id
+    for name in (CLIENT, DOWN):
+        (folder / name).unlink(missing_ok=True)
+    return write_job(folder, slurm("sbatch", "--parsable", str(script)))
 
 
 def find_fleet(folder: Path) -> Fleet | None:
@@ -94,13 +92,16 @@ def end_fleet(folder: Path, timeout_s: float = DOWN_S) -> bool:
     fleet = require_fleet(folder)
     if not fleet.state:
         return False
+    write_atomically(folder / DOWN, "")
     if fleet.state == "RUNNING":
         slurm("scancel", "--signal=TERM", "--batch", fleet.job_id)
-        deadline = time.monotonic() + timeout_s
-        while state_of(fleet.job_id)[0] not in ("", "COMPLETING") and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-    if state_of(fleet.job_id)[0]:
+    deadline = time.monotonic() + timeout_s
+    while (state := state_of(fleet.job_id)[0]) in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if state:  # it waits, also for its next run
         slurm("scancel", fleet.job_id)
+    if (successor := require_fleet(folder)).job_id != fleet.job_id:
+        slurm("scancel", successor.job_id)
     (folder / CLIENT).unlink(missing_ok=True)
     return True
 

@@ -7,6 +7,7 @@ copied. After SIGUSR1 the job is then queued again, and its next run continues f
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -32,6 +33,10 @@ SCRIPT: Final = "slurm.sh"
 """In the state directory: the script that `flowfleet slurm up` submitted."""
 CLIENT: Final = "client.env"
 """In the state directory: what a shell needs to reach the controller (0600)."""
+JOB_FILE: Final = "slurm.json"
+"""In the state directory: the id of the fleet's job."""
+DOWN: Final = "down"
+"""In the state directory once a user has ended the fleet: it is not queued again."""
 ENDING: Final = "ending"
 """In the state directory while the fleet ends: why, in words."""
 STEP_PREFIX: Final = "ff-"
@@ -45,13 +50,15 @@ def run_in_allocation(
     """Supervises a fleet in this allocation until a signal. Raises StackError, after everything has ended."""
     stop, at_limit = threading.Event(), threading.Event()
 
-    def on_limit(*_: object) -> None:
-        at_limit.set()
+    def on_signal(number: int, _: object) -> None:
+        if number != signal.SIGUSR1:  # who ends a fleet does not want it again
+            at_limit.clear()
+        elif not stop.is_set():
+            at_limit.set()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    signal.signal(signal.SIGUSR1, on_limit)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
     check_folder(options.state_dir)
     state = StateDir(options.state_dir)
     with state.lock():
@@ -85,6 +92,13 @@ def run_in_allocation(
         _begin_again(allocation, state.path)
 
 
+def write_job(folder: Path, said: str) -> str:
+    """Notes the job that `sbatch --parsable` named, and returns its id."""
+    job_id = said.strip().partition(";")[0]
+    write_atomically(folder / JOB_FILE, json.dumps({"job_id": job_id}))
+    return job_id
+
+
 def _say_why(stop: threading.Event, at_limit: threading.Event, folder: Path) -> None:
     """Writes why the fleet ends, so that the controller tells a trainer that ends with it from one that fails."""
     stop.wait()
@@ -112,9 +126,12 @@ def _end_left_steps(allocation: Allocation) -> None:
 
 def _begin_again(allocation: Allocation, folder: Path) -> None:
     """Queues the job again, or a successor where it may not be. A shell of `salloc` has neither."""
+    if (folder / DOWN).exists():
+        return
     try:
         slurm("scontrol", "requeue", allocation.job_id)
     except StackError as error:
         log.warning("not queued again: %s", error)
         if (folder / SCRIPT).exists():
-            slurm("sbatch", f"--dependency=afterany:{allocation.job_id}", str(folder / SCRIPT))
+            after = f"--dependency=afterany:{allocation.job_id}"
+            write_job(folder, slurm("sbatch", "--parsable", after, str(folder / SCRIPT)))
