@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from flowfleet.media.files import encode_media
+from flowfleet.media.sound import Sound, encode_sound
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
@@ -133,9 +134,20 @@ async def test_a_reward_of_texts_gets_the_text() -> None:
 async def test_a_text_has_no_frames_and_a_picture_no_text() -> None:
     text = RewardSample(sample_id="0", media=b"four", media_type="text/plain")
     response = await ask(ScoreRequest(samples=[text]), lambda sample: sample.frames.mean(), modalities=["text"])
-    assert shown(response) == ["a text has no frames: `text` has the answer"]
+    assert shown(response) == ["text/plain has no frames here: `text` has an answer, `sound` a sound"]
     response = await ask(request("a"), length)
     assert shown(response) == ["image/png is not a text: `image` and `frames` have its pixels"]
+
+
+async def test_a_film_and_a_wave_have_a_sound() -> None:
+    made = Sound(np.full((1, 1600), 0.25, np.float32), 16_000)
+    files = encode_media(np.zeros((5, 4, 6, 3), np.uint8), sound=made), encode_sound(made), (VIDEO, "video/mp4")
+    samples = [RewardSample(sample_id=str(n), media=data, media_type=kind) for n, (data, kind) in enumerate(files)]
+    response = await ask(
+        ScoreRequest(samples=samples), lambda one: round(float(one.sound.mean()), 3), modalities=["sound"]
+    )
+    assert [score.score for score in response.scores[:2]] == [0.25, 0.25]
+    assert "the film has no sound" in response.scores[2].error
 
 
 @pytest.mark.parametrize("score", [moody, moody_later])
@@ -254,7 +266,7 @@ def test_numbers_are_finite() -> None:
     [
         ({"version": ""}, "version"),
         ({"score_range": (1.0, 1.0)}, "score_range"),
-        ({"modalities": ("sound",)}, "modalities"),
+        ({"modalities": ("smell",)}, "modalities"),
         ({"components": ("a", "a")}, "components"),
         ({"needs_group": True}, "batch"),
         ({"max_batch_size": 0}, "max_batch_size"),
