@@ -5,11 +5,10 @@ import { html } from "../../lib/html.js";
 import { Act } from "../../parts/confirm.js";
 
 const ENDED = new Set(["succeeded", "failed", "cancelled"]);
-const HELD = new Set(["paused", "quarantined"]);
 
 const PAUSING =
-  "What runs now ends and nothing else starts. Other jobs of its pool wait behind a paused one: cancel it " +
-  "to let them run.";
+  "What runs now ends and nothing else starts. After a while the job is saved, and its trainer's devices go to " +
+  "other jobs.";
 const CANCELLING =
   "It stops for good: no last validation, no export, and it cannot resume. Checkpoints and samples that it has " +
   "written stay.";
@@ -24,7 +23,8 @@ export function Buttons({ job, done }) {
       await post(withQuery(jobPath(job.id, action), query));
       return said;
     };
-  const isHeld = HELD.has(job.status) || job.desired === "paused";
+  // One that paused for an outage and is wanted running resumes by itself; its user may hold it.
+  const isHeld = job.status === "quarantined" || job.desired === "paused";
   const { step, steps } = job.progress;
   return html`
     ${
@@ -35,7 +35,7 @@ export function Buttons({ job, done }) {
               title=${`Resume ${job.name}?`}
               done=${done}
               act=${ask("resume", `${job.name} resumes.`)}
-              follows="It continues from the step where it stopped."
+              follows="It queues before newer jobs, and continues from the step where it stopped."
             />
           `
         : html`
