@@ -235,7 +235,7 @@ async def test_a_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--scorer", "orc"], "no scorer is called 'orc': take one of aesthetic, clip"),
+        (["--scorer", "orc"], "no scorer is called 'orc': take one of aesthetic, clap"),
         (["--scorer", "jpeg_compressibility", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (["--scorer", "jpeg_compressibility", "--max-wait-ms", "-1"], "--max-wait-ms -1.0: must be 0 to 60000"),
         (["--scorer", "jpeg_compressibility", "--host", "0.0.0.0"], "FLOWFLEET_RPC_TOKEN"),
