@@ -155,6 +155,7 @@ class ModelAdapter(ABC):
         cls, path: Any, dtype: torch.dtype, device: Any, components: Sequence[Component], load_format: LoadFormat
     ) -> tuple[Any, dict[str, Any]]:
         """The pipeline, and the VAE's configuration; see `load`."""
+        vae_config = cls.configuration(path)
         pipeline = load_pipeline(
             cls.pipeline_class,
             path,
@@ -166,7 +167,7 @@ class ModelAdapter(ABC):
             vae_dtype=cls.vae_dtype,
             load_format=load_format,
         )
-        return pipeline, cls.configuration(path)
+        return pipeline, vae_config
 
     @classmethod
     def configuration(cls, path: Any) -> dict[str, Any]:

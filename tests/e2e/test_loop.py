@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from flowfleet.api.jobs import Job, MetricsRow
 from flowfleet.api.problems import ApiError
+from flowfleet.cli.main import app
 from tests.e2e.conftest import DEADLINE_S, Fleet, assert_accounted
 from tests.waiting import wait_until
 
@@ -31,7 +33,9 @@ def curve(rows: list[MetricsRow]) -> list[tuple[float | None, ...]]:
 def first(fleet: Fleet, small_job: MakeJob) -> Job:
     """The fleet's first job, on a replica that holds the base. Its first step or two are profiled."""
     job = fleet.client.submit(small_job())
-    fleet.client.profile(job.id, 1)
+    command = ["profile", job.id, "--url", fleet.stack.url, "--json"]
+    told = CliRunner().invoke(app, command, env={"FLOWFLEET_API_KEY": fleet.stack.api_key})
+    assert [profile["step"] for profile in json.loads(told.output)][:1] == [0]
     return fleet.client.wait(job.id, DEADLINE_S)
 
 

@@ -32,6 +32,11 @@ ELSEWHERE = {
     "pools add",
     "pools remove",
     "sweep export",
+    "profile",
+    "slurm up",
+    "slurm down",
+    "slurm status",
+    "slurm logs",
 } | {f"rewards {name}" for name in ("shadow", "promote", "reload", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""
 
