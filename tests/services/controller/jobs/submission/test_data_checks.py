@@ -146,6 +146,13 @@ async def test_only_models_that_cut_prompts_take_a_length(api: Api, job: Job, tm
     assert (setting, "Qwen-Image, which cuts no prompts" in detail) == ("model.max_sequence_length", True)
 
 
+async def test_only_models_with_a_plan_share_samples(api: Api, job: Job, tmp_path: Path) -> None:
+    trainer = {"world_size": 2, "mesh": {"sequence": 2}}
+    assert await refusals(api, job(model=model(tmp_path / "m", "FluxPipeline"), trainer=trainer)) == []
+    [(setting, detail)] = await refusals(api, job(model=model(tmp_path / "m", "ZImagePipeline"), trainer=trainer))
+    assert (setting, "Z-Image cannot split a sample; set it to 1" in detail) == ("trainer.mesh.sequence", True)
+
+
 async def test_images_go_with_models_that_take_them(api: Api, job: Job, tmp_path: Path) -> None:
     edit = model(tmp_path / "edit", "QwenImageEditPlusPipeline")
     picture(tmp_path / "1.png", 8, 8)
