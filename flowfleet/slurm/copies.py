@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -48,7 +49,9 @@ class Copies:
         self._seen: object = None
 
     def restore(self) -> bool:
-        """Gives a server that starts the data of the newest copy, unless its folder has some. False without a copy."""
+        """Makes the server's folder, with the data of the newest copy alone. False without a copy, which leaves what an
+        earlier run of the server left there. Raises StackError for a folder of another user."""
+        _claim(self._live)
         for copy in (self._copy, self._old):
             if copy.is_dir():
                 shutil.rmtree(self._live, ignore_errors=True)
@@ -109,6 +112,15 @@ class Copies:
 
     def _checkpoints(self) -> frozenset[str]:
         return frozenset(str(path) for path in self._jobs.glob("*/checkpoints/*") if not path.name.startswith("."))
+
+
+def _claim(folder: Path) -> None:
+    """Makes a folder that others cannot read, where everybody may write."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise StackError(f"{folder} is not a folder of this user: remove it, or set TMPDIR to another place")
+    folder.chmod(0o700)
 
 
 def _durably(source: str, target: str) -> str:

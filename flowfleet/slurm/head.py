@@ -67,9 +67,9 @@ def run_in_allocation(
         allocation, ports = find_allocation(state.path, num_ports(options), env)
         live = local_folder(state.path, allocation.key, env)
         copies = Copies(live, state.path)
+        if copies.restore():
+            log.warning("Redis starts from the copy in %s", state.path)
         try:
-            if copies.restore():
-                log.warning("Redis starts from the copy in %s", state.path)
             plan = plan_fleet(options, allocation, ports, live)
             supervisor = Supervisor(
                 plan,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from flowfleet.local.stack import StackError
 from flowfleet.redis.server import RedisServer
 from flowfleet.slurm import copies as module
 from flowfleet.slurm.copies import Copies
@@ -30,6 +31,13 @@ def test_a_server_goes_on_from_the_newest_copy(tmp_path: Path) -> None:
     with redis.Redis.from_url(second.start()) as client:
         assert client.get("step") == b"2"
     second.stop()
+
+
+def test_a_folder_that_another_user_left_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "live").symlink_to(tmp_path / "theirs")
+    with pytest.raises(StackError, match="is not a folder of this user: remove it, or set TMPDIR"):
+        Copies(tmp_path / "live", tmp_path / "shared").restore()
 
 
 def test_a_copy_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
