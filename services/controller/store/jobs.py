@@ -213,11 +213,12 @@ class Jobs(Linked):
         """Has the next training steps profiled. Raises NotFound, Conflict where the job has ended."""
 
         async def attempt(pipe: Pipe) -> None:
-            status, done = await pipe.hmget(keys.job(job_id), "status", "progress.step")
+            status, done, phase = await pipe.hmget(keys.job(job_id), "status", "progress.step", "progress.phase")
             if (ended := JobStatus(_present(job_id, status))).terminal:
                 raise Conflict(f"the job has ended as {ended}: it has no more steps to profile")
+            first = int(done or 0) + (phase == b"train")  # a step that is being trained on began without
             pipe.multi()
-            pipe.hset(keys.job(job_id), _PROFILED, int(done or 0) + 1 + steps)  # the step at work began without
+            pipe.hset(keys.job(job_id), _PROFILED, first + steps)
             add_event(pipe, job_id, "request", {"action": "profile", "steps": steps})
 
         await self.status(job_id)
