@@ -19,7 +19,7 @@ if __name__ == "__main__":
             "stdin": sys.stdin.read(),
             "rank": os.environ.get("RANK"),
         }
-        print(json.dumps(told))
+        sys.stdout.write(json.dumps(told) + "\n")  # one write a rank, which print's two are not when unbuffered
         print("to stderr", file=sys.stderr)
     if what == "mark":
         Path(rest[0]).write_text(str(os.getpid()))
