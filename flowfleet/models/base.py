@@ -30,6 +30,7 @@ from flowfleet.models.loading import (
     load_pipeline,
 )
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.models.token_plan import TokenPlan
 from flowfleet.models.weight_files import PIPELINE, Layout
 from flowfleet.seeds import derive_seed
 
@@ -96,6 +97,8 @@ class ModelAdapter(ABC):
     level_layers: ClassVar[LevelLayers | None] = None
     """Layers that read the noise level alone, where a float8 base can hold a table of their outputs; the family's
     `_predict` gives the transformer its rows then."""
+    token_plan: ClassVar[TokenPlan | None] = None
+    """How devices share a sample's tokens; None: as diffusers' `_cp_plan`, where the family shares them."""
     token_multiple: int = 1
     """Devices that share a sample's tokens: a family that splits a prompt's tokens too pads them to a multiple."""
 

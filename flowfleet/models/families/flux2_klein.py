@@ -78,6 +78,9 @@ class Flux2KleinAdapter(PictureAdapter, ConditionedAdapter):
         rows, columns = self._token_grid(size)
         return rows * columns, self._vae.channels * PATCH**2
 
+    def shared_tokens(self, size: Size) -> tuple[int, ...]:
+        return *super().shared_tokens(size), self.max_sequence_length
+
     def initial_latents(self, seeds: Sequence[int], size: Size) -> Tensor:
         num_tokens, channels = self.latent_shape(size)
         return seeded_noise(seeds, (channels, num_tokens)).transpose(1, 2).contiguous()
@@ -88,6 +91,11 @@ class Flux2KleinAdapter(PictureAdapter, ConditionedAdapter):
         assert not prompts.has_padding, "this transformer has no mask"
         conditions = conditions_of(prompts, latents.device)
         tokens = torch.cat([latents, *(condition.flatten(1, 2) for condition in conditions)], dim=1)
+        if tokens.shape[1] % self.token_multiple:
+            raise ValueError(
+                f"{self.token_multiple} devices cannot share the {tokens.shape[1]} tokens of a sample and its images "
+                "evenly: choose another size of either, or have each device take whole samples"
+            )
         positions = [position_ids(0, *self._token_grid(size))]
         for number, condition in enumerate(conditions, start=1):
             positions.append(position_ids(TIME_OF_CONDITIONS * number, *condition.shape[1:3]))
@@ -95,8 +103,8 @@ class Flux2KleinAdapter(PictureAdapter, ConditionedAdapter):
             hidden_states=tokens.to(self.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=prompts.embeds.to(latents.device, self.dtype),
-            txt_ids=position_ids(0, 1, 1, prompts.embeds.shape[1]).to(latents.device),
-            img_ids=torch.cat(positions).to(latents.device),
+            txt_ids=position_ids(0, 1, 1, prompts.embeds.shape[1]).to(latents.device)[None],
+            img_ids=torch.cat(positions).to(latents.device)[None],
             return_dict=False,
         )[0]
         return output[:, : latents.shape[1]].float()

@@ -9,12 +9,14 @@ fill padding with registers, so every token counts.
 
 import inspect
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video, LTX2Pipeline
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
@@ -25,12 +27,15 @@ from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.loading import USUAL_PARTS, Parts, component_config
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
+from flowfleet.models.token_plan import TokenPlan
 from flowfleet.models.video_vae import FIRST_FRAME, VideoAdapter
 
 SOUND = "sound"
 """Name of the extra: (B, L, D) the prompt's embeddings for the sound."""
 _MEL_SCALE = 4
 """Rows of a mel spectrogram, and frequencies, of one latent."""
+_ROTARY = {part: ContextParallelInput(split_dim=-2, split_output=True) for part in (0, 1)}
+"""The rotary embedding, (B, T, D) or (B, heads, T, D / 2)."""
 _UNUSED = ("processor", "prompt_enhancer", "duration_head")
 
 
@@ -54,6 +59,21 @@ class LTX2Adapter(VideoAdapter):
         "text_encoder": ("text_encoder", "tokenizer", "connectors"),
         "vae": ("vae", "audio_vae", "vocoder"),
     }
+    token_plan = TokenPlan(
+        {
+            "": {
+                "hidden_states": ContextParallelInput(split_dim=1),
+                "timestep": ContextParallelInput(split_dim=1, expected_dims=2),  # where tokens have their own
+            },
+            "rope": _ROTARY,
+            "cross_attn_rope": _ROTARY,
+            "proj_out": ContextParallelOutput(gather_dim=1),
+        },
+        whole_keys=("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"),
+        gathered_keys=("video_to_audio_attn",),
+    )
+    """The picture's tokens are shared; each device has the prompt and the sound whole. diffusers' own plan splits the
+    rotary embedding of one kind in two, and not that of the picture's attention to the sound."""
     own_parts = tuple(name for name in _UNUSED if name in inspect.signature(LTX2Pipeline.__init__).parameters)
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -125,6 +145,9 @@ class LTX2Adapter(VideoAdapter):
         channels, frames, rows, columns = self._grid(size)
         return channels * frames * rows * columns, self._num_sounds(size) * self._sound_channels * self._sound_bins
 
+    def shared_tokens(self, size: Size) -> tuple[int, ...]:
+        return (prod(self._grid(size.whole)[1:]),)
+
     def _num_sounds(self, size: Size) -> int:
         """Latents of the sound, as the pipeline counts them."""
         return round(size.num_frames / self.fps * float(self._sounds_per_s))
@@ -179,6 +202,8 @@ class LTX2Adapter(VideoAdapter):
             use_cross_timestep=True,
             return_dict=False,
         )
+        if outputs[1].requires_grad:  # each device that shares the picture's tokens has the same sound
+            outputs[1].register_hook(lambda gradient: gradient / self.token_multiple)
         return torch.cat([output.flatten(1) for output in outputs], 1).float()[:, given:]
 
     def _decode(self, latents: Tensor, size: Size) -> Tensor:

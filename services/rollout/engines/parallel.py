@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flowfleet.errors import Broken, Unavailable
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily
-from flowfleet.models.sequence_parallel import require_model, require_tokens, split
+from flowfleet.models.sequence_parallel import plan_of, require_model, require_tokens, split
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_disabled
@@ -77,7 +77,7 @@ class SplitEngine(DiffusersEngine):
 
     def _install(self, lora: LoraSpec | None) -> None:
         if lora is not None:
-            _require_targets(self._loaded().experts, lora.target_modules)
+            _require_targets(self._loaded(), lora.target_modules)
         super()._install(lora)
 
 
@@ -258,10 +258,10 @@ class ParallelEngine(SplitEngine):
             self._without_lora = False
 
 
-def _require_targets(experts: Mapping[str, Any], targets: Sequence[str]) -> None:
+def _require_targets(adapter: ModelAdapter, targets: Sequence[str]) -> None:
     """Raises ValueError for a LoRA of a layer at which tokens are split or gathered."""
-    for expert in experts.values():
-        for name in filter(None, expert._cp_plan):
+    for expert in adapter.experts.values():
+        for name in filter(None, plan_of(adapter, expert).modules):
             if any(name == target or name.endswith(f".{target}") for target in targets):
                 raise ValueError(
                     f"trainer.lora.target_modules: {name} cannot be adapted where several devices share a sample: "

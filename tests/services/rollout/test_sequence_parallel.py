@@ -111,12 +111,12 @@ async def test_samples_of_published_adapters_are_those_of_one_process(
     assert theirs[3] == pytest.approx(ours[3], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b", "qwen_image", "flux"])
+@pytest.mark.parametrize("kind", ["wan_two_experts", "wan_5b", "qwen_image", "flux", "flux2_klein", "ltx2"])
 async def test_full_weights_reach_both_experts_and_timesteps_and_prompts_are_split(
     one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str, tmp_path: Path, kind: str
 ) -> None:
     model = ModelSpec(path=str(make_tiny(kind, tmp_path / kind)), dtype="float32")
-    num_frames = 5 if "wan" in kind else 1
+    num_frames = 9 if kind == "ltx2" else 5 if "wan" in kind else 1
 
     async def run(client: Client) -> list[Trajectory]:
         tensors = make_weights(model, 0.01)

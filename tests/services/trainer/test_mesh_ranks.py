@@ -30,7 +30,8 @@ DPO: dict[str, Any] = {
     "rollout": {"guidance_scale": 3.0},
     "trainer": {"mode": "full"},
 }
-JOBS = {"qwen_image": FULL, "wan_two_experts": NFT, "flux": DPO}
+SOUND: dict[str, Any] = {**FULL, "rollout": {"num_frames": 9, "sound_share": 0.5}}
+JOBS = {"qwen_image": FULL, "wan_two_experts": NFT, "ltx2": SOUND, "flux2_klein": FULL, "flux": DPO}
 MESHES: dict[int, list[dict[str, int]]] = {
     2: [{"sequence": 2}],
     4: [{"replicate": 2}, {"replicate": 2, "sequence": 2}, {"sequence": 2}],
