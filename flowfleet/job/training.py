@@ -1,6 +1,6 @@
 """How the trainer updates weights: `[trainer]` and its tables."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -81,8 +81,13 @@ class MeshPart(Part):
     replicate: int | None = Field(default=None, ge=1, le=4096)
     """Copies of sharded weights (HSDP); only gradients travel between them, once an update. Unset: one a host where its
     devices have room."""
-    sequence: int = Field(default=1, ge=1, le=64)
-    """Ranks that share each sample's tokens (Ulysses)."""
+    sequence: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
+    """Ranks that share each sample's tokens (Ulysses). auto: as few of a host's as are predicted to fit."""
+
+    @property
+    def degree(self) -> int:
+        """Ranks a sample; 1 while that is open."""
+        return 1 if self.sequence == "auto" else self.sequence
 
 
 class TrainerPart(Part):

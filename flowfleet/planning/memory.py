@@ -102,7 +102,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     is_whole = replicates(spec, base_bytes(spec, facts), device_bytes)
     mesh = part.mesh
     ranks = 1 if is_whole else part.world_size // (mesh.replicate or 1)
-    samples = math.ceil(spec.trained_per_step * mesh.sequence / part.world_size)
+    samples = math.ceil(spec.trained_per_step * mesh.degree / part.world_size)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     forward = _forward(spec, facts, micro, is_whole=is_whole)
@@ -137,7 +137,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "activations": facts.activations.peak(
             part.gradient_checkpointing, *forward, inputs_left=LEFT if part.offloads("activations") else 1.0
         )
-        / mesh.sequence,
+        / mesh.degree,
     }
     only_late: tuple[str, ...] = ("gradients, whole",) if is_whole else ()  # when activations are freed already
     if backwards == 1 and not is_whole:

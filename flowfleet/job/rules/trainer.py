@@ -83,9 +83,9 @@ def mesh(job: JobSpec) -> Iterator[str]:
     """Checks `trainer.mesh`."""
     part, mesh = job.trainer, job.trainer.mesh
     replicate, setting = mesh.replicate or 1, f"trainer.mesh.sequence = {mesh.sequence}"
-    if part.world_size % (replicate * mesh.sequence):
+    if part.world_size % (replicate * mesh.degree):
         yield (
-            f"trainer.mesh divides trainer.world_size = {part.world_size} by {replicate} copies and {mesh.sequence} "
+            f"trainer.mesh divides trainer.world_size = {part.world_size} by {replicate} copies and {mesh.degree} "
             "ranks a sample: choose numbers whose product divides it"
         )
     if mesh.sequence == 1:

@@ -10,7 +10,7 @@ Else each transformer is an FSDP root, and its blocks are FSDP units.
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.level_tables import LevelLayers
 from flowfleet.models.registry import family_of
 from flowfleet.models.trainable import blocks_of, require_trainable
-from flowfleet.planning.offload import with_offload
+from flowfleet.planning.automatic import settled
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import STATE_DIR, THREADS, usable_cpus
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -45,7 +45,7 @@ from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
 from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
-from services.trainer.parallel.mesh import Mesh, arrange
+from services.trainer.parallel.mesh import Mesh, arrange, degrees
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.replicated import ReplicatedAdapter
 from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
@@ -79,8 +79,7 @@ class Engine:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
         read; teachers always are. Raises ValueError for a model, size, target or adapter that is not there, an adapter
         that does not fit, limits that limit nothing at this size, or noise that a step is too coarse for."""
-        spec = self.spec = with_offload(spec, devices.memory_bytes(ranks.device))
-        self.ranks = ranks
+        self.spec, self.ranks = spec, ranks
         self.dtype = weights.dtype_of(spec.model.dtype)
         _set_threads(spec, ranks)
         if self.is_quantized:
@@ -92,6 +91,7 @@ class Engine:
         self.adapter = _family(spec, self.folder).load(
             self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
+        spec = self.spec = settled(spec, devices.memory_bytes(ranks.device), [*self._degrees(spec)])
         self.kind = model_kind(spec, self.adapter)
         self.mesh = self._arranged()
         self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
@@ -275,11 +275,22 @@ class Engine:
         """Raises ValueError for a model or a size that ranks cannot share as `trainer.mesh` says."""
         num_elements = sum(p.numel() for expert in self.adapter.experts.values() for p in expert.parameters())
         mesh = arrange(self.spec, self.ranks.world_size, num_elements, devices.memory_bytes(self.ranks.device))
-        if mesh.sequence > 1:
-            setting, rollout = "trainer.mesh.sequence", self.spec.rollout
-            sequence_parallel.require_model(family_of(self.folder), self.folder, mesh.sequence, setting)
-            sequence_parallel.require_tokens(self.adapter, rollout.size, mesh.sequence, setting)
+        self._require_shared(self.spec, mesh.sequence)
         return mesh
+
+    def _degrees(self, spec: JobSpec) -> Iterator[int]:
+        """Numbers of ranks that can share a sample."""
+        for degree in degrees(spec, self.ranks.world_size):
+            with suppress(ValueError):
+                self._require_shared(spec, degree)
+                yield degree
+
+    def _require_shared(self, spec: JobSpec, degree: int) -> None:
+        """Raises ValueError for a model or a size that `degree` ranks cannot share."""
+        if degree > 1:
+            setting = "trainer.mesh.sequence"
+            sequence_parallel.require_model(family_of(self.folder), self.folder, degree, setting)
+            sequence_parallel.require_tokens(self.adapter, spec.rollout.size, degree, setting)
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""

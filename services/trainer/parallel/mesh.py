@@ -57,13 +57,24 @@ def arrange(spec: JobSpec, world_size: int, num_elements: int, device_bytes: flo
     part = spec.trainer.mesh
     replicate = part.replicate
     if replicate is None:
-        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        on_host = _on_host(world_size)
         has_room = device_bytes is None or num_elements * STATE_BYTES <= MOST_OF_DEVICE * device_bytes * on_host
-        hosts = world_size // on_host if world_size % on_host == 0 and on_host % part.sequence == 0 else 1
+        hosts = world_size // on_host if world_size % on_host == 0 and on_host % part.degree == 0 else 1
         replicate = hosts if has_room else 1
-    if world_size % (replicate * part.sequence):
+    if world_size % (replicate * part.degree):
         raise ValueError(
-            f"trainer.mesh divides {world_size} ranks into {replicate} copies of samples shared by {part.sequence} "
+            f"trainer.mesh divides {world_size} ranks into {replicate} copies of samples shared by {part.degree} "
             "ranks each: choose numbers whose product divides trainer.world_size"
         )
-    return Mesh(world_size, replicate, part.sequence)
+    return Mesh(world_size, replicate, part.degree)
+
+
+def degrees(spec: JobSpec, world_size: int) -> list[int]:
+    """Numbers of a host's ranks by which `trainer.mesh.sequence` may divide the world."""
+    on_host, replicate = _on_host(world_size), spec.trainer.mesh.replicate or 1
+    return [count for count in range(1, on_host + 1) if on_host % count == 0 == world_size % (count * replicate)]
+
+
+def _on_host(world_size: int) -> int:
+    """Ranks that torchrun has on each host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

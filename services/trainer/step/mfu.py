@@ -52,9 +52,7 @@ class Mfu:
         backwards = rows * self._spec.trainer.passes
         inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
         mine = torch.tensor([backwards, inferred], dtype=torch.float64)
-        updated, looked = (
-            self._ranks.sum(mine) / self._spec.trainer.mesh.sequence
-        ).tolist()  # ranks that share samples
+        updated, looked = (self._ranks.sum(mine) / self._spec.trainer.mesh.degree).tolist()  # ranks that share samples
         metrics = {"perf/mfu/actor": updated / (seconds["update_actor"] * self._capacity)}
         spent = sum(seconds.get(name, 0.0) for name in INFERRED)
         return metrics | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else metrics

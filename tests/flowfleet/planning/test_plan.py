@@ -10,8 +10,9 @@ import torch
 from flowfleet.algorithms.registry import LOSSES
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import EmaPart, JobSpec, TeacherPart, parse_job
-from flowfleet.planning import offload
+from flowfleet.job.training import MeshPart
 from flowfleet.planning.advice import advise
+from flowfleet.planning.automatic import settled
 from flowfleet.planning.facts import Facts, gather
 from flowfleet.planning.memory import (
     GIB,
@@ -21,7 +22,6 @@ from flowfleet.planning.memory import (
     rollout_memory,
     trainer_memory,
 )
-from flowfleet.planning.offload import with_offload
 from flowfleet.planning.plan import predict
 from flowfleet.planning.work import work
 from services.trainer.step.gradients.store import GradientStore, RowGradient
@@ -290,14 +290,27 @@ def test_offload_takes_masters_and_moments_then_inputs_of_blocks_off_the_device(
         0.9 * facts.activations.inputs * spec.trainer.micro_batch_size / facts.activations.rows
     )
 
-    monkeypatch.setattr(offload, "gather", lambda *_, **__: facts)
+    monkeypatch.setattr("flowfleet.planning.automatic.gather", lambda *_, **__: facts)
     automatic = changed(full, offload="auto")
     for memory, level in ((none, "none"), (optimizer, "optimizer"), (activations, "activations")):
-        assert with_offload(automatic, memory.peak + RESERVE).trainer.offload == level
-    assert with_offload(automatic, None).trainer.offload == "none"
-    assert with_offload(full, GIB) is full
+        assert settled(automatic, memory.peak + RESERVE).trainer.offload == level
+    assert settled(automatic, None).trainer.offload == "none"
+    assert settled(full, GIB) is full
     with pytest.raises(ValueError, match=r"predicted not to fit devices of .* GiB: trainer.micro_batch_size = "):
-        with_offload(automatic, activations.peak + RESERVE - GIB)
+        settled(automatic, activations.peak + RESERVE - GIB)
+
+    shared = changed(full, world_size=4, sharding="replicate", mesh=MeshPart(sequence="auto"))
+    peaks = [
+        trainer_memory(changed(shared, mesh=MeshPart(sequence=degree)), facts).peak + RESERVE for degree in (1, 2, 4)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    for peak, degree in zip(peaks, (1, 2, 4), strict=True):
+        assert settled(shared, peak, [1, 2, 4]).trainer.mesh.sequence == degree
+    both = changed(shared, offload="auto")
+    assert settled(both, none.peak + RESERVE, [1, 2]).trainer == both.trainer.model_copy(
+        update={"offload": "none", "mesh": MeshPart(sequence=1)}
+    )
+    assert settled(shared, None, [1, 2]).trainer.mesh.sequence == 1
 
 
 def test_advice_combines_changes_where_no_single_one_is_enough(eager: tuple[JobSpec, Facts]) -> None:

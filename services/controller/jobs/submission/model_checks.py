@@ -70,8 +70,8 @@ def family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
     elif tokens is not None and most is not None and tokens > most:
         yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
-    if spec.trainer.mesh.sequence > 1 and not family.shares_tokens:
-        yield f"trainer.mesh.sequence = {spec.trainer.mesh.sequence}: {family.title} cannot split a sample; set it to 1"
+    if spec.trainer.mesh.degree > 1 and not family.shares_tokens:
+        yield f"trainer.mesh.sequence = {spec.trainer.mesh.degree}: {family.title} cannot split a sample; set it to 1"
     if rollout.from_image and not family.holds_first_frame:
         yield f"rollout.from_image has no effect on {family.title}: leave it out"
     if rollout.sound_share is not None and not family.sounds:

@@ -1,12 +1,13 @@
 """How ranks are arranged: pure."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.parallel.mesh import MOST_OF_DEVICE, STATE_BYTES, Mesh, arrange
+from services.trainer.parallel.mesh import MOST_OF_DEVICE, STATE_BYTES, Mesh, arrange, degrees
 from tests.services.trainer.steps import make_spec
 
 GIB = 2.0**30
@@ -47,3 +48,15 @@ def test_another_world_than_the_job_file_says_may_not_divide(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match=r"trainer\.mesh divides 3 ranks into 2 copies"):
         arrange(spec, 3, 1, None)
+
+
+@pytest.mark.parametrize(("replicate", "found"), [(None, [1, 2, 4]), (1, [1, 2, 4]), (2, [1, 2, 4]), (4, [1, 2])])
+def test_ranks_of_a_host_may_share_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replicate: int | None, found: list[int]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    trainer: dict[str, Any] = {"world_size": 8, "deterministic": False}
+    assert degrees(make_spec(tmp_path, trainer=trainer | {"mesh": {"replicate": replicate}}), 8) == found
+    for degree in found:
+        mesh = {"replicate": replicate, "sequence": degree}
+        assert arrange(make_spec(tmp_path, trainer=trainer | {"mesh": mesh}), 8, 1, None).sequence == degree
