@@ -48,7 +48,8 @@ def up(
     engine: Annotated[Engine, typer.Option(help="Engine of the rollouts.")] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
     sequence_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Accelerators that share every sample of a rollout (Wan, engine diffusers).")
+        int,
+        typer.Option(min=1, help="Accelerators of a rollout, which share samples or weights (engine diffusers)."),
     ] = 1,
     data_roots: Annotated[
         list[Path] | None,

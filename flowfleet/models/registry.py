@@ -67,6 +67,9 @@ class ModelFamily:
     """Frames that a latent frame stands for: `rollout.num_frames` is 1 more than a multiple of it."""
     shares_tokens: bool = False
     """Several devices can share a sample's tokens (sequence_parallel.py)."""
+    shares_weights: bool = False
+    """Several devices of a replica can share the weights of its transformers, and deal a batch's rows, in place of a
+    sample's tokens: `_predict` names the transformer's arguments, which are tensors with a row a sample."""
     vae_multiple: int | None = None
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "--sequence-parallel-size",
         type=_positive,
         default=1,
-        help="number of devices that share every sample, --device and those after it (default 1)",
+        help="devices that share every sample, or large weights: --device and those after it (default 1)",
     )
     flags.add_argument("--max-batch", type=_positive, default=256, help="most rows of one forward")
     flags.add_argument("--threads", type=_positive, help="CPU threads of the engine; default: torch's")

@@ -4,7 +4,8 @@ No more of the transformer than a block is ever there in `model.dtype`. A text e
 the device for samples lies in host memory, and comes to the device for each prompt, a layer at a time.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from flowfleet.hardware import devices
 from flowfleet.hardware.streaming import stream
@@ -26,6 +29,8 @@ from flowfleet.quantization import layers
 from flowfleet.weights.weights import dtype_of
 from services.rollout.engines.acceleration import blocks
 from services.rollout.engines.local import load_format
+
+log = logging.getLogger(__name__)
 
 Tabled = Callable[[ModelAdapter], LevelLayers | None]
 """Which layers of a model's transformers get a table; None: none."""
@@ -60,13 +65,38 @@ def load_plain(kind: Any, model: ModelSpec, device: torch.device) -> ModelAdapte
     copies = 1.5 if model.quantization == "fp8" else 1.0
 
     def transformer_bytes() -> float:
-        return copies * sum(_bytes(expert.parameters()) for expert in _bare(kind, model).values())
+        return copies * _bytes(_parameters(_bare(kind, model)))
 
     if _has_room(kind, model, device, transformer_bytes):
         return _load(kind, model, device, ALL_COMPONENTS)
     adapter = load_others(kind, model, device, transformer_bytes)
     for component, expert in _load(kind, model, device, ("transformer",)).experts.items():
         setattr(adapter.pipeline, component, expert)
+    return adapter
+
+
+def load_shares(kind: Any, model: ModelSpec, device: torch.device, mesh: DeviceMesh, *, others: bool) -> ModelAdapter:
+    """Collective. Loads the transformers of a family, of which this device keeps its part: FSDP2's, a block at a time.
+    `others`: besides, the components that only one of the devices needs.
+
+    Raises ValueError as the family's `load`.
+    """
+    sources, experts = _Sources(kind, model, device), _bare(kind, model)
+    mesh = DeviceMesh.from_group(mesh.get_group(), device.type, mesh_dim_names=("fsdp",))  # PEFT goes by the name
+    if others:
+        adapter = load_others(kind, model, device, lambda: _bytes(_parameters(experts)) / mesh.size())
+    else:
+        adapter = _load(kind, model, torch.device("cpu"), ("transformer",), "empty")
+        adapter.device = device
+    for component, expert in experts.items():
+        for name, block in blocks(expert).items():
+            sources.fill(component, block, f"{name}.")
+            fully_shard(block, mesh=mesh)
+        sources.fill(component, expert, "")
+        fully_shard(expert.to(device), mesh=mesh)
+        setattr(adapter.pipeline, component, expert)
+    held = _bytes(parameter.to_local() for parameter in _parameters(experts))
+    log.info("holds %.0f %% of the weights of %s", 100 * held / _bytes(_parameters(experts)), model.path)
     return adapter
 
 
@@ -165,6 +195,10 @@ def _float8_bytes(expert: nn.Module) -> float:
     linears = (linear.weight.numel() for linear in layers.large_linears(parts))  # type: ignore[operator]
     matrices = (getattr(module, name).numel() for module, name in layers.large_experts(parts))
     return _bytes(expert.parameters()) - sum(chain(linears, matrices))
+
+
+def _parameters(experts: Mapping[str, nn.Module]) -> Iterable[Any]:
+    return chain.from_iterable(expert.parameters() for expert in experts.values())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

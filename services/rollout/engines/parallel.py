@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flowfleet.errors import Broken, Unavailable
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.registry import ModelFamily
+from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.models.sequence_parallel import plan_of, require_model, require_tokens, split
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
@@ -41,8 +41,10 @@ from services.rollout.engines.followers import (
     broadcast,
     require_devices,
 )
+from services.rollout.engines.loading import load_shares
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler
+from services.rollout.engines.shares import deal, require_shared
 
 _ANSWER_S: Final = 1.0
 """Time for the answer to leave before the process ends."""
@@ -56,6 +58,7 @@ class SplitEngine(DiffusersEngine):
     """Engine of every rank of a split forward: its transformers' forwards are shared by the ranks."""
 
     takes_tables = False
+    _is_first = False
 
     def __init__(self, device: torch.device, *, size: int, **settings: Any) -> None:
         """`settings`: those of `LocalEngine`."""
@@ -64,6 +67,9 @@ class SplitEngine(DiffusersEngine):
         self._mesh: DeviceMesh | None = None
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        if family.shares_weights:
+            assert self._mesh is not None
+            return load_shares(family.load(), model, self.device, self._mesh["ulysses"], others=self._is_first)
         require_model(family, model.path, self.num_devices, FLAG)
         return self._components_of(model, family)
 
@@ -73,16 +79,30 @@ class SplitEngine(DiffusersEngine):
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         assert self._mesh is not None
         super()._set_up(adapter, model)
-        split(adapter, self._mesh, self.device)
+        if not self._shares_weights:
+            split(adapter, self._mesh, self.device)
+        for expert in adapter.experts.values() if self._shares_weights else ():
+            deal(expert, self._mesh["ulysses"])
+
+    @property
+    def _shares_weights(self) -> bool:
+        return self._family is not None and self._family.shares_weights
+
+    def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        if family_of(model.path).shares_weights:
+            require_shared(model, lora)
+        super()._prepare(model, lora)
 
     def _install(self, lora: LoraSpec | None) -> None:
-        if lora is not None:
+        if lora is not None and not self._shares_weights:
             _require_targets(self._loaded(), lora.target_modules)
         super()._install(lora)
 
 
 class ParallelEngine(SplitEngine):
     """Rank 0 of `size`. `on_lost` ends the process when its ranks cannot be brought together again."""
+
+    _is_first = True
 
     def __init__(self, device: torch.device, *, size: int, on_lost: Callable[[], None], **settings: Any) -> None:
         require_devices(device, size)
@@ -148,7 +168,8 @@ class ParallelEngine(SplitEngine):
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         super()._set_up(adapter, model)
         for component, expert in adapter.experts.items():
-            expert.register_forward_pre_hook(partial(self._announce, component), with_kwargs=True)
+            announce = partial(self._announce, component)
+            expert.register_forward_pre_hook(announce, prepend=True, with_kwargs=True)  # FSDP's gather comes after it
             expert.register_forward_hook(self._went_well)
         self._sampler = Sampler(adapter, self._reference)
 
@@ -169,7 +190,7 @@ class ParallelEngine(SplitEngine):
             return super()._verify(hashes)
 
     def _check(self, request: GenerationRequest) -> None:
-        if not any(group.media for group in request.groups):
+        if not (self._shares_weights or any(group.media for group in request.groups)):
             require_tokens(self._loaded(), request.sampling.size, self.num_devices, FLAG)
         super()._check(request)
 

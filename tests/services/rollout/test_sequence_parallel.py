@@ -133,6 +133,30 @@ async def test_full_weights_reach_both_experts_and_timesteps_and_prompts_are_spl
     assert_alike(*await both(one, two, redis_of_module, run))
 
 
+async def test_devices_that_share_weights_deal_the_rows(
+    one: ReplicaProcess, two: ReplicaProcess, redis_of_module: str, tmp_path: Path
+) -> None:
+    """Two versions, with guidance, whose branches are dealt too; 3 rows, so that one device repeats a row."""
+    model = ModelSpec(path=str(make_tiny("hunyuan_image3", tmp_path / "model")), dtype="float32")
+    spec = LoraSpec(rank=4, alpha=8.0, target_modules=["qkv_proj", "shared_mlp.down_proj"])
+
+    async def run(client: Client) -> list[list[Trajectory]]:
+        made = []
+        for version in range(2):
+            await client.publish_adapter("shares", version, model, spec, seed=version)
+            made.append(await paths(client, request("shares", version, num_frames=1, guidance_scale=1.0 + version)))
+        return made
+
+    for mine, other in zip(*await both(one, two, redis_of_module, run), strict=True):
+        assert_alike(mine, other)
+    assert two.log.read_text().count(f"holds 50 % of the weights of {model.path}") == 2  # both ranks
+    async with Client(two.address, redis_of_module) as client:
+        merged = LoraSpec(rank=4, alpha=8.0, target_modules=["qkv_proj"], merged=True)
+        for lora, remedy in ((None, 'set trainer.mode = "lora"'), (merged, 'set rollout.adapter = "separate"')):
+            code, message = await client.refusal(client.init("other", model, lora=lora))
+            assert (code, "share the weights of" in message, remedy in message) == (INVALID, True, True)
+
+
 async def test_what_cannot_be_split_is_refused_and_the_replica_serves_on(
     two: ReplicaProcess, redis_of_module: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,12 @@ class HunyuanImage3Adapter(ModelAdapter):
     ) -> Tensor:
         embeds, mask = self._with_size(prompts, size)
         embeds = embeds.to(latents.device, self.dtype)
-        output: Tensor = expert(latents, timesteps, embeds, None if mask is None else mask.to(latents.device))
+        output: Tensor = expert(
+            latents=latents,
+            timesteps=timesteps,
+            embeds=embeds,
+            mask=None if mask is None else mask.to(latents.device),
+        )
         return output.float()
 
     def _with_size(self, prompts: PromptEmbeds, size: Size) -> tuple[Tensor, Tensor | None]:
