@@ -19,15 +19,15 @@ def profile(
     ca: Ca = None,
     json_: Json = False,
 ) -> None:
-    """Profile the next updates of a job's trainer, and show their ten largest costs."""
+    """Profile the next updates of a job's trainer and the sampling for them, and show their ten largest costs."""
     with Client(url, ca=ca) as client:
         job = client.find(job_id)
-        before = {found.step for found in client.profiles(job.id)}
+        before = {(found.step, found.of) for found in client.profiles(job.id)}
         client.profile(job.id, steps)
         while True:
             ended = client.job(job.id).ended
-            found = [one for one in client.profiles(job.id) if one.step not in before]
-            if ended or len(found) >= steps:
+            found = [one for one in client.profiles(job.id) if (one.step, one.of) not in before]
+            if ended or sum(one.of == "trainer" for one in found) >= steps:
                 break
             time.sleep(_POLL_S)
     tell(found, json_, lambda: _show(job.id, found))
@@ -36,7 +36,8 @@ def profile(
 def _show(job_id: str, found: list[Profile]) -> None:
     for one in found:
         where = "kernels" if one.on_device else "operators"
-        out.print(f"Step {one.step}: the {where} of rank 0 that took the most time by themselves", highlight=False)
+        whose = "rank 0's" if one.of == "trainer" else "a rollout's"
+        out.print(f"Step {one.step}: {whose} {where} that took the most time by themselves", highlight=False)
         for cost in one.costs:
             line = f"{cost.seconds:10.4f} s {cost.calls:8} ×  {cost.name}"
             out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -321,6 +321,7 @@ class GenerateRequest(_message.Message):
     EVALUATED_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GIVES_WAY_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     purpose: _common_pb2.Purpose.ValueType
@@ -335,6 +336,8 @@ class GenerateRequest(_message.Message):
     """of these weights, as in RolloutStatus; a replica that serves others refuses. Empty: any of that version"""
     gives_way: _builtins.bool
     """fails with FAILED_PRECONDITION if an update of the weights begins before its first denoising step"""
+    profile: _builtins.bool
+    """profiles the first batch, where the engine can"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -358,10 +361,11 @@ class GenerateRequest(_message.Message):
         evaluated: _builtins.bool = ...,
         weights_digest: _builtins.str = ...,
         gives_way: _builtins.bool = ...,
+        profile: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "gives_way", b"gives_way", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "gives_way", b"gives_way", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "profile", b"profile", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,25 +377,55 @@ class GenerateEvent(_message.Message):
 
     SAMPLE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     failure: _builtins.str
     """why this sample could not be made, such as NaN in its latents: only its id is set"""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample:
         """of a training sample only its id: the sample itself is in the job's stream"""
 
+    @_builtins.property
+    def profile(self) -> Global___BatchProfile:
+        """of the batch before, without a sample"""
+
     def __init__(
         self,
         *,
         sample: _common_pb2.Sample | None = ...,
         failure: _builtins.str = ...,
+        profile: Global___BatchProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "profile", b"profile", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
+
+@_typing.final
+class BatchProfile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    table: _builtins.bytes
+    """JSON of flowfleet.api.profiles.Profile"""
+    trace: _builtins.bytes
+    """for Perfetto, by gzip; empty if it is too large for a message"""
+    def __init__(
+        self,
+        *,
+        table: _builtins.bytes = ...,
+        trace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["table", b"table", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchProfile: _TypeAlias = BatchProfile  # noqa: Y015
 
 @_typing.final
 class ModelSpec(_message.Message):

@@ -22,6 +22,7 @@ from tests.e2e.conftest import DEADLINE_S, Fleet, assert_accounted
 from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
+PROFILED = [(0, "rollout"), (0, "trainer")]
 CURVE = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 
 
@@ -35,7 +36,7 @@ def first(fleet: Fleet, small_job: MakeJob) -> Job:
     job = fleet.client.submit(small_job())
     command = ["profile", job.id, "--url", fleet.stack.url, "--json"]
     told = CliRunner().invoke(app, command, env={"FLOWFLEET_API_KEY": fleet.stack.api_key})
-    assert [profile["step"] for profile in json.loads(told.output)] == [0]
+    assert [(profile["step"], profile["of"]) for profile in json.loads(told.output)] == PROFILED
     return fleet.client.wait(job.id, DEADLINE_S)
 
 
@@ -77,13 +78,14 @@ def test_every_sample_of_a_step_has_its_trace(fleet: Fleet, first: Job) -> None:
 
 def test_a_profiled_step_shows_its_costs_and_traces(fleet: Fleet, first: Job) -> None:
     found = fleet.client.profiles(first.id)
-    assert [profile.step for profile in found] == [0]
+    assert [(profile.step, profile.of) for profile in found] == PROFILED
     for profile in found:
         seconds = [cost.seconds for cost in profile.costs]
         assert len(seconds) == 10
         assert seconds == sorted(seconds, reverse=True)
-        assert any("mm" in cost.name for cost in profile.costs)  # matrix products of the updates
-        assert profile.files == [f"step-{profile.step:08d}-rank-0.trace.json.gz"]
+        assert any("mm" in cost.name for cost in profile.costs)  # matrix products of both
+        part = {"trainer": "rank-0", "rollout": "rollout"}[profile.of]
+        assert profile.files == [f"step-{profile.step:08d}-{part}.trace.json.gz"]
         url = f"{fleet.stack.url}/v1/jobs/{first.id}/profiles/{profile.files[0]}"
         trace = json.loads(gzip.decompress(httpx.get(url, headers=fleet.headers).content))
         names = {event.get("name") for event in trace["traceEvents"]}

@@ -25,7 +25,7 @@ from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.process.pulse import Pulse
-from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.proto.rollout_pb2 import BatchProfile, Bucket, LoraSpec, ModelSpec
 from flowfleet.weights.weights import Member
 
 Record = Literal["none", "steps", "final", "tokens"]
@@ -131,6 +131,8 @@ class GenerationRequest:
     """True if each noisy step is compared with that of the policy without its adapter."""
     sequence: SequenceSampling | None = None
     """Set for a policy that writes tokens."""
+    profile: bool = False
+    """True if the first batch is profiled."""
 
     @property
     def num_samples(self) -> int:
@@ -179,6 +181,7 @@ class GeneratedBatch:
     """Engine time by part: "encode", "denoise", "decode"; of tokens "decode", "log_probs"."""
     prompts: Mapping[str, int]
     """Prompts whose first sample is in the batch, by where their embeds came from: "cache", "encoder"."""
+    profile: BatchProfile | None = None
 
 
 class RolloutEngine(ABC):

@@ -10,16 +10,19 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from flowfleet.api.profiles import Profile
 from flowfleet.hardware import devices
+from flowfleet.hardware.profiling import costs_of, profiled, trace_of
 from flowfleet.models.loading import LoadFormat
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.process.pulse import Pulse
-from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.proto.rollout_pb2 import BatchProfile, Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights
 from services.rollout.engines import acceleration
@@ -149,13 +152,15 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         encoded = await self._run(work, self._encode, request)
         waiting = self._cut(request, encoded)
         running: asyncio.Future[GeneratedBatch] | None = None
+        has_begun = False
         try:
             while waiting or running:
                 finished = await running if running else None
                 if waiting:
                     rows = waiting.pop(0)
                     work = self.pulse.work(*self._load_of(request, len(rows)))
-                    running = self._run(work, self._sample, request, encoded, rows, checkpoint)
+                    sample = self._profiled if request.profile and not has_begun else self._sample
+                    running, has_begun = self._run(work, sample, request, encoded, rows, checkpoint), True
                 else:
                     running = None
                 if finished is not None:
@@ -231,6 +236,16 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         """Samples one batch; `checkpoint` is called before every step."""
         sampled: GeneratedBatch = self._sampler.sample(request, encoded, rows, checkpoint)
         return sampled
+
+    def _profiled(self, request: GenerationRequest, *given: Any) -> GeneratedBatch:
+        """Samples a batch as `_sample` does, and says where its time went."""
+        with profiled(self.device) as seen:
+            batch = self._sample(request, *given)
+        table = Profile(
+            step=0, of="rollout", on_device=devices.is_accelerator(self.device), costs=costs_of(seen, self.device)
+        )
+        profile = BatchProfile(table=table.model_dump_json().encode(), trace=trace_of(seen))
+        return replace(batch, profile=profile)
 
     def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
         adapters.load_adapter(self._loaded().experts, state)

@@ -16,6 +16,7 @@ from flowfleet.errors import Conflict
 from flowfleet.hardware import devices
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateEvent, GenerateRequest
+from flowfleet.rpc.endpoint import MAX_MESSAGE_BYTES
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.sampling.publisher import Publisher
@@ -87,6 +88,10 @@ class Generation:
         self.metrics.encoded(self.wire.job_id, batch.prompts)
         self.metrics.peak_memory(devices.peak_memory_bytes(self.engine.device))
         self._count(len(samples), published=True)
+        if (profile := batch.profile) is not None:
+            if profile.ByteSize() > MAX_MESSAGE_BYTES // 2:
+                profile.ClearField("trace")
+            self._finished.put_nowait(GenerateEvent(profile=profile))
         is_streamed = self.wire.purpose == PURPOSE_TRAIN  # its id says enough
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})

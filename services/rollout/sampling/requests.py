@@ -34,7 +34,7 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
     record = _record(request, noise)
     if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
         raise ValueError("reference_kl is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
-    return GenerationRequest(groups, sampling, noise, record, request.reference_kl)
+    return GenerationRequest(groups, sampling, noise, record, request.reference_kl, profile=request.profile)
 
 
 def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
@@ -50,7 +50,8 @@ def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
     if is_training and request.record != common_pb2.RECORD_TOKENS:
         raise ValueError("record: training samples of a policy that writes tokens need RECORD_TOKENS")
     sequence = sequence_sampling(request.sampling.sequence, is_training=is_training)
-    return GenerationRequest(groups, NO_SAMPLING, Noise(), "tokens" if is_training else "none", sequence=sequence)
+    record: Record = "tokens" if is_training else "none"
+    return GenerationRequest(groups, NO_SAMPLING, Noise(), record, sequence=sequence, profile=request.profile)
 
 
 def sequence_sampling(message: rollout_pb2.SequenceSampling, *, is_training: bool) -> SequenceSampling:

@@ -12,15 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch.profiler import ProfilerActivity, profile
-
-from flowfleet.api.profiles import Cost, Profile
+from flowfleet.api.profiles import Profile
 from flowfleet.hardware import devices
+from flowfleet.hardware.profiling import costs_of, profiled
 from services.trainer.beats import Phase
 from services.trainer.parallel.ranks import Ranks
-
-LARGEST = 10
-"""Costs in a step's table."""
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +24,19 @@ log = logging.getLogger(__name__)
 @contextmanager
 def recorded(folder: Path, step: int, ranks: Ranks) -> Iterator[None]:
     """Profiles what runs inside. A file that cannot be written is a warning: the step was applied."""
-    on_device = devices.is_accelerator(ranks.device)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])]
     name = f"step-{step:08d}"
     with TemporaryDirectory(prefix="profile-") as place:
         own = Path(place, f"{name}-rank-{ranks.rank}")
         with (
             devices.memory_history(ranks.device, own.with_suffix(".memory.pickle")),
-            profile(activities=activities) as seen,
+            profiled(ranks.device) as seen,
         ):
             yield
-            devices.synchronize(ranks.device)
         with ranks.beats.phase(Phase.OUTSIDE):  # many events take seconds to write
             seen.export_chrome_trace(f"{own}.trace.json.gz")
             if ranks.rank == 0:
-                table = Profile(step=step, on_device=on_device, costs=_costs(seen, on_device=on_device))
+                on_device = devices.is_accelerator(ranks.device)
+                table = Profile(step=step, on_device=on_device, costs=costs_of(seen, ranks.device))
                 Path(place, f"{name}.json").write_text(table.model_dump_json(), encoding="utf-8")
         try:
             folder.mkdir(exist_ok=True)
@@ -50,17 +44,3 @@ def recorded(folder: Path, step: int, ranks: Ranks) -> Iterator[None]:
                 shutil.copyfile(file, folder / file.name)
         except OSError as error:
             log.warning("profile of step %d not kept: %s", step, error)
-
-
-def _costs(seen: profile, *, on_device: bool) -> list[Cost]:
-    """The operators, or on an accelerator the kernels, that took the most time by themselves."""
-    rows = [
-        Cost(
-            name=row.key,
-            calls=row.count,
-            seconds=(row.self_device_time_total if on_device else row.self_cpu_time_total) / 1e6,
-        )
-        for row in seen.key_averages()
-        if not on_device or row.device_type.name != "CPU"
-    ]
-    return sorted(rows, key=lambda cost: -cost.seconds)[:LARGEST]

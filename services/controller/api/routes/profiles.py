@@ -1,4 +1,4 @@
-"""REST: profiles of a job's training steps (services.trainer.step.profiler.py), file by file."""
+"""REST: profiles of a job's training steps (services/trainer/step/profiler.py) and of the sampling for them."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,9 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/profiles", tags=["jobs"])
 Name = Annotated[
     str,
     InPath(
-        pattern=rule(r"^step-[0-9]{8}-rank-[0-9]{1,5}\.(trace\.json\.gz|memory\.pickle)$", "give a file of the list"),
+        pattern=rule(
+            r"^step-[0-9]{8}-(rank-[0-9]{1,5}|rollout)\.(trace\.json\.gz|memory\.pickle)$", "give a file of the list"
+        ),
         description="A file of the list.",
     ),
 ]
@@ -53,6 +55,7 @@ def _profiles(folder: Path) -> list[Profile]:
             profile = Profile.model_validate_json(table.read_bytes())
         except (OSError, ValidationError):  # it is being written
             continue
-        files = sorted(file.name for file in folder.glob(f"{table.stem}-rank-*"))
+        kind = f"{table.stem}-rank-*" if profile.of == "trainer" else f"{table.stem}.trace.*"
+        files = sorted(file.name for file in folder.glob(kind))
         found.append(profile.model_copy(update={"files": files}))
-    return found
+    return sorted(found, key=lambda profile: (profile.step, profile.of))

@@ -1,13 +1,21 @@
 """Draws samples with one call to a replica, the same way for every kind of request."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
+from pydantic import ValidationError
+
+from flowfleet.api.profiles import Profile
 from flowfleet.errors import DataLoss
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.controller.job.context import JobContext
 from services.controller.job.machine import events as ev
+
+log = logging.getLogger(__name__)
 
 
 async def draw(
@@ -21,10 +29,27 @@ async def draw(
         request.policy_version, request.weights_digest = replica.version or 0, replica.digest
         await job.inputs.attach(request, prompts)
         call = job.pool.stub(replica).Generate(request, timeout=job.spec.timeouts.generate_s)
-        events = [event async for event in call]
+        answers = [event async for event in call]
+    events = [event for event in answers if not event.HasField("profile")]
+    for event in answers:
+        if event.HasField("profile"):
+            await asyncio.to_thread(_keep, job.directory / "profiles", request.step, event.profile)
     if failed := [event for event in events if event.failure]:
         await _drop(job, request, failed)
     return sorted([event.sample for event in events if not event.failure], key=_place)
+
+
+def _keep(folder: Path, step: int, profile: rollout_pb2.BatchProfile) -> None:
+    """Writes a rollout's profile next to the trainer's (services/trainer/step/profiler.py)."""
+    name = f"step-{step:08d}-rollout"
+    try:
+        table = Profile.model_validate_json(profile.table).model_copy(update={"step": step})
+        folder.mkdir(exist_ok=True)
+        if profile.trace:
+            (folder / f"{name}.trace.json.gz").write_bytes(profile.trace)
+        (folder / f"{name}.json").write_text(table.model_dump_json(), encoding="utf-8")
+    except (OSError, ValidationError) as error:
+        log.warning("profile of the sampling for step %d not kept: %s", step, error)
 
 
 async def _drop(

@@ -20,6 +20,7 @@ async def generate(job: JobContext, previews: Previews, step: int, groups: Seque
     request, prompts = requests.generate(job, step, wanted), job.prompts(step)
     if not request.groups:
         return
+    request.profile = 0 in groups and step < await job.store.jobs.profiled_before(job.job_id)
     # samples arrive through the Redis stream as well: see JobDriver
     oldest = max(0, step - job.spec.schedule.max_staleness)
     await draw(job, request, [prompts[group.group] for group in request.groups], oldest, step)

@@ -8,9 +8,9 @@ export function Profiles({ job }) {
   const found = useFetched(jobPath(job.id, "profiles"));
   const items = found.data ?? found.stale ?? [];
   return items.map(
-    ({ step, on_device, costs, files }) => html`
-      <details class="card" key=${step}>
-        <summary>Profile of step ${step}</summary>
+    ({ step, of, on_device, costs, files }) => html`
+      <details class="card" key=${`${step}-${of}`}>
+        <summary>Profile of ${of === "trainer" ? "step" : "sampling for step"} ${step}</summary>
         <table class="grid">
           <thead>
             <tr>
