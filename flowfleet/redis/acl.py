@@ -5,10 +5,13 @@ SETUSER`. Redis 7 and later hold each rule by itself (a selector). Redis 6.2 has
 its commands on any of its keys. The default user is the operator's: it may do everything.
 
 Rewards have no user: they never connect to Redis. KEDA asks the controllers, not Redis.
+
+A job's trainer has a user of its own, which the controller makes (`job_user`): it reaches the keys of that job alone.
+The user `trainer` of the table only connects, and asks Sentinels.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +19,8 @@ from flowfleet.redis import keys
 
 OPERATOR: Final = "default"
 """The user of operators and tools, by Redis's own name."""
+JOB_USER: Final = "trainer-"
+"""Begins the name of the user of a job's trainer."""
 
 
 @dataclass(frozen=True)
@@ -33,47 +38,50 @@ class Rule:
 
 _CONNECT: Final = Rule("greet the server", ("+@connection", "-@admin", "-@dangerous"))
 _BLOBS: Final = "ff:*:blob:*"
-_SAMPLE: Final = (
-    Rule(
-        "store samples",
-        ("+set",),
-        tuple(f"ff:*:blob:{kind}:*" for kind in ("embeds", "media", "negative", "trajectory")),
-    ),
-    Rule("announce samples", ("+xadd",), ("ff:*:trajectories",)),
-    Rule("keep its record among the replicas, by script", ("+evalsha",), ("ff-fleet:replicas:*",)),
-    Rule("own its name", ("+get", "+set"), ("ff-fleet:replicas:owner:*",)),
-    Rule("write its record", ("+hdel", "+hget", "+hset"), (keys.replicas("records"),)),
-    Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
-    Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
-    Rule("load the script", ("+script|load", "+time")),
-    Rule("find peers with a model", ("+lrem", "+rpush", "+ltrim", "+lrange"), ("ff-fleet:models:*",)),
-)
-"""Rights of a replica: a rollout, or a trainer's rank that samples."""
+_MODELS: Final = Rule("find peers with a model", ("+lrem", "+rpush", "+ltrim", "+lrange"), ("ff-fleet:models:*",))
+
+
+def _samples(job: str) -> tuple[Rule, ...]:
+    """Rights of a replica: a rollout, of all jobs ("*"), or a trainer's rank that samples."""
+    kinds = ("embeds", "media", "negative", "trajectory")
+    return (
+        Rule("store samples", ("+set",), tuple(f"ff:{job}:blob:{kind}:*" for kind in kinds)),
+        Rule("announce samples", ("+xadd",), (f"ff:{job}:trajectories",)),
+        Rule("keep its record among the replicas, by script", ("+evalsha",), ("ff-fleet:replicas:*",)),
+        Rule("own its name", ("+get", "+set"), ("ff-fleet:replicas:owner:*",)),
+        Rule("write its record", ("+hdel", "+hget", "+hset"), (keys.replicas("records"),)),
+        Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
+        Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
+        Rule("load the script", ("+script|load", "+time")),
+    )
+
+
+def job_rules(job_id: str, *, samples: bool) -> tuple[Rule, ...]:
+    """Rights of a job's trainer. `samples`: its ranks are replicas too."""
+    return (
+        _CONNECT,
+        Rule("read samples", ("+get",), (f"ff:{job_id}:blob:*",)),
+        Rule(
+            "publish adapters",
+            ("+set", "+expire", "+unlink"),
+            tuple(f"ff:{job_id}:blob:{kind}:*" for kind in ("adapter", "evaluated")),
+        ),
+        _MODELS,
+        *(_samples(job_id) if samples else ()),
+    )
+
 
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "controller": (
         Rule(
-            "run jobs: every key of jobs and fleet, no administration of the server",
-            ("+@all", "-@admin", "-@dangerous", "+info"),
+            "run jobs: every key of jobs and fleet, users of jobs' trainers, no other administration of the server",
+            ("+@all", "-@admin", "-@dangerous", "+info", "+acl|setuser", "+acl|deluser", "+acl|users"),
             ("ff:*", "ff-fleet:*"),
             (keys.changes(),),
         ),
     ),
-    "rollout": (
-        _CONNECT,
-        Rule("read adapters and given media", ("+get",), (_BLOBS,)),
-        *_SAMPLE,
-    ),
-    "trainer": (
-        _CONNECT,
-        Rule("read samples", ("+get",), (_BLOBS,)),
-        Rule(
-            "publish adapters",
-            ("+set", "+expire", "+unlink"),
-            tuple(f"ff:*:blob:{kind}:*" for kind in ("adapter", "evaluated")),
-        ),
-        *_SAMPLE,
-    ),
+    "rollout": (_CONNECT, Rule("read adapters and given media", ("+get",), (_BLOBS,)), *_samples("*"), _MODELS),
+    "trainer": (_CONNECT,),
 }
 """Rules by kind of service, which is the user's name."""
 
@@ -85,11 +93,18 @@ SENTINEL_RULE: Final = Rule(
 
 def user_rules(kind: str, *, selectors: bool = True) -> str:
     """The rights of a kind's user in Redis's ACL language, without its password. `selectors`: for Redis 7 and later."""
-    simple = [rule for rule in RULES[kind] if not (selectors and rule.keys and len(RULES[kind]) > 1)]
-    words = ["resetkeys", "resetchannels", "-@all"]
-    words += [word for rule in simple for word in _words(rule)]
-    words += [f"({' '.join(_words(rule))})" for rule in RULES[kind] if rule not in simple]
-    return " ".join(words)
+    return " ".join(_rights(RULES[kind], selectors))
+
+
+def job_user(job_id: str) -> str:
+    """Name of the user of a job's trainer."""
+    return JOB_USER + job_id
+
+
+def job_words(job_id: str, password: str, *, samples: bool, selectors: bool = True) -> list[str]:
+    """Arguments of `ACL SETUSER` that make the user of a job's trainer, or set it again."""
+    given = ["reset", "on", f"#{hashlib.sha256(password.encode()).hexdigest()}"]
+    return [job_user(job_id), *given, *_rights(job_rules(job_id, samples=samples), selectors)]
 
 
 def config_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:
@@ -106,6 +121,13 @@ def setuser_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> st
 
 def _user(kind: str, password: str, selectors: bool) -> str:
     return f"on #{hashlib.sha256(password.encode()).hexdigest()} {user_rules(kind, selectors=selectors)}"
+
+
+def _rights(rules: Sequence[Rule], selectors: bool) -> list[str]:
+    simple = [rule for rule in rules if not (selectors and rule.keys and len(rules) > 1)]
+    words = ["resetkeys", "resetchannels", "-@all"]
+    words += [word for rule in simple for word in _words(rule)]
+    return words + [f"({' '.join(_words(rule))})" for rule in rules if rule not in simple]
 
 
 def _words(rule: Rule) -> list[str]:

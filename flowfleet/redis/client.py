@@ -15,6 +15,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
@@ -23,8 +24,11 @@ import redis.retry
 from redis.backoff import EqualJitterBackoff
 
 from flowfleet.redis import sentinel as redis_sentinel
+from flowfleet.redis.acl import JOB_USER
 
 REDIS_CA: Final = "FLOWFLEET_REDIS_CA"
+REDIS_LOGIN: Final = "FLOWFLEET_REDIS_LOGIN"
+"""Names the user and password of a job's trainer, which the controller makes (flowfleet/redis/acl.py)."""
 SOCKET_TIMEOUT_S: Final = 30.0
 """Longest silence of the server; a blocking read must block for less."""
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -38,16 +42,23 @@ _FATAL: Final = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
 
 
 def redis_url() -> str:
-    """`FLOWFLEET_REDIS_URL`. ValueError when it is unset: a URL has a password and never goes into argv."""
+    """`FLOWFLEET_REDIS_URL`, with the user and password of FLOWFLEET_REDIS_LOGIN where that is set. ValueError when it
+    is unset: a URL has a password and never goes into argv."""
     url = os.environ.get("FLOWFLEET_REDIS_URL", "").strip()
     if not url:
         raise ValueError("set FLOWFLEET_REDIS_URL, e.g. redis://:password@127.0.0.1:6379/0")
-    return url
+    return with_login(url, os.environ.get(REDIS_LOGIN, ""))
+
+
+def with_login(url: str, login: str) -> str:
+    """The URL with another user and password, given as "user:password"; "" leaves it as it is."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{login}@{parts.netloc.rpartition('@')[2]}").geturl() if login else url
 
 
 def connect(url: str) -> redis.asyncio.Redis:
     """Client for asyncio; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    settings = {"retry": _AsyncRetry(**_policy()), **_settings(url)}
+    settings = {"retry": _AsyncRetry(url, **_policy()), **_settings(url)}
     if url.startswith(redis_sentinel.SCHEMES):
         return redis_sentinel.parse(url).client(settings)
     return redis.asyncio.from_url(url, **settings)
@@ -55,7 +66,7 @@ def connect(url: str) -> redis.asyncio.Redis:
 
 def connect_sync(url: str) -> redis.Redis:
     """Client for threads; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    settings = {"retry": _SyncRetry(**_policy()), **_settings(url)}
+    settings = {"retry": _SyncRetry(url, **_policy()), **_settings(url)}
     if url.startswith(redis_sentinel.SCHEMES):
         return redis_sentinel.parse(url).client_sync(settings)
     return redis.from_url(url, **settings)
@@ -83,9 +94,15 @@ def _settings(url: str) -> dict[str, Any]:
     }
 
 
-def _is_fatal(error: BaseException) -> bool:
+def _fatal(url: str) -> tuple[type[Exception], ...]:
+    """Errors that do not pass. The user of a job's trainer is made again where Redis lost it, as by a restart."""
+    user = urlsplit(url).netloc.rpartition("@")[0].partition(":")[0]
+    return () if user.startswith(JOB_USER) else _FATAL
+
+
+def _is_fatal(error: BaseException, fatal: tuple[type[Exception], ...]) -> bool:
     """Returns True if repeating the command cannot help: a wrong password, a certificate that is not trusted."""
-    return isinstance(error, _FATAL) or isinstance(error.__context__, ssl.SSLCertVerificationError)
+    return isinstance(error, fatal) or isinstance(error.__context__, ssl.SSLCertVerificationError)
 
 
 class _AsyncRetry(redis.asyncio.retry.Retry):
@@ -97,12 +114,16 @@ class _AsyncRetry(redis.asyncio.retry.Retry):
 
     _running = False
 
+    def __init__(self, url: str, **policy: Any) -> None:
+        super().__init__(**policy)
+        self._fatal = _fatal(url)
+
     async def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return await do()
 
         async def failed(error: Exception, *count: int) -> None:
-            if _is_fatal(error):
+            if _is_fatal(error, self._fatal):
                 raise error
             await fail(error, *count)
 
@@ -118,12 +139,16 @@ class _SyncRetry(redis.retry.Retry):
 
     _running = False
 
+    def __init__(self, url: str, **policy: Any) -> None:
+        super().__init__(**policy)
+        self._fatal = _fatal(url)
+
     def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return do()
 
         def failed(error: Exception, *count: int) -> None:
-            if _is_fatal(error):
+            if _is_fatal(error, self._fatal):
                 raise error
             fail(error, *count)
 

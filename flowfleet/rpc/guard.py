@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -16,6 +17,7 @@ import grpc.aio
 from redis.exceptions import RedisError
 
 from flowfleet.errors import FlowfleetError, InvalidRequest, Unavailable, grpc_code
+from flowfleet.lru import LruCache
 from flowfleet.process import service
 from flowfleet.redis.trouble import trouble
 from flowfleet.rpc import kinds, tls
@@ -23,7 +25,17 @@ from flowfleet.rpc.kinds import Caller, Callers
 
 MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
 
+MAX_JOBS: Final = 1024
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of the token of a job's trainer; "" for other callers."""
+
+    id: str = ""
+    refusal: str = ""
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -32,16 +44,20 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, callers: Callers, name: str | None) -> None:
         self._callers = callers
         self._name = name
+        self._attempts: LruCache[str, int] = LruCache(MAX_JOBS)
+        """Job → its newest trainer that has called."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
         method = text(handler_call_details.method)
-        kind = self._kind(handler_call_details.invocation_metadata)
+        token = self._token(handler_call_details.invocation_metadata)
+        kind = self._callers.kind_of(token) if token else None
+        job = self._job(token) if token else Job()
         if behavior := self._instead(kind, method, handler):
             return grpc.stream_unary_rpc_method_handler(
-                _guard_unary(behavior, method, self._name), None, handler.response_serializer
+                _guard_unary(behavior, method, self._name, job), None, handler.response_serializer
             )
         wrap, make = (
             (_guard_stream, grpc.unary_stream_rpc_method_handler)
@@ -49,11 +65,22 @@ class Guard(grpc.aio.ServerInterceptor):
             else (_guard_unary, grpc.unary_unary_rpc_method_handler)
         )
         behavior, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
-        return make(wrap(behavior, method, self._name), read, handler.response_serializer)
+        return make(wrap(behavior, method, self._name, job), read, handler.response_serializer)
 
-    def _kind(self, metadata: Any) -> Caller | None:
+    def _token(self, metadata: Any) -> str:
         sent = str(dict(metadata or ()).get("authorization", ""))
-        return self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
+        return sent.removeprefix("Bearer ") if sent.startswith("Bearer ") else ""
+
+    def _job(self, token: str) -> Job:
+        """The job that the token is of alone, and why it opens nothing any more."""
+        found = self._callers.trainer_of(token)
+        if found is None:
+            return Job()
+        job_id, attempt = found
+        if attempt < (self._attempts.get(job_id) or 0):
+            return Job(job_id, f"a later attempt has replaced this trainer of job {job_id}: it must end")
+        self._attempts.put(job_id, attempt)
+        return Job(job_id)
 
     def _instead(self, kind: Caller | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
         """Returns the handler that answers a caller who may not call the method; None for a caller who may.
@@ -100,9 +127,11 @@ def _deny(proof: str, method: str) -> Callable[..., Awaitable[None]]:
     return denied
 
 
-async def _check(request: Any, context: Any, name: str | None, method: str) -> None:
+async def _check(request: Any, context: Any, name: str | None, method: str, job: Job) -> None:
     """Ends the call unless the client's certificate carries the name and its kind may call; None takes any. Ends one
-    whose request cannot be read."""
+    whose request cannot be read, or is about another job than its token."""
+    if job.refusal:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, job.refusal)
     if name is not None:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if name.encode() not in names:
@@ -113,14 +142,19 @@ async def _check(request: Any, context: Any, name: str | None, method: str) -> N
             await _deny(f"the certificate of a {shown[0]}", method)(None, context)
     if isinstance(request, InvalidRequest):
         raise request
+    if job.id and (asked := getattr(request, "job_id", job.id)) != job.id:
+        message = f"the token of job {job.id}'s trainer opens nothing of job {asked[:200]!r}"
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)
 
 
-def _guard_unary(behavior: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
+def _guard_unary(
+    behavior: Callable[..., Any], method: str, name: str | None, job: Job
+) -> Callable[..., Awaitable[Any]]:
     """Guards coroutine functions, and plain functions, which run in a thread."""
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            await _check(request, context, name, method)
+            await _check(request, context, name, method, job)
             if inspect.iscoroutinefunction(behavior):
                 return await behavior(request, context)
             return await asyncio.to_thread(behavior, request, context)
@@ -130,12 +164,14 @@ def _guard_unary(behavior: Callable[..., Any], method: str, name: str | None) ->
     return guarded
 
 
-def _guard_stream(behavior: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(
+    behavior: Callable[..., Any], method: str, name: str | None, job: Job
+) -> Callable[..., AsyncIterator[Any]]:
     """Guards async generators, and coroutine functions that use `context.write`."""
 
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            await _check(request, context, name, method)
+            await _check(request, context, name, method, job)
             if not inspect.isasyncgenfunction(behavior):
                 await behavior(request, context)
                 return

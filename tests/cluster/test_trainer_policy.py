@@ -22,6 +22,7 @@ Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 """Change of a Job's pod and its container."""
 
 ENV = {"FLOWFLEET_RPC_ACCEPT_JOB": "0" * 64}
+SECRETS = ("FLOWFLEET_REDIS_LOGIN", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_RPC_ACCEPT")
 CRAFTED: dict[str, tuple[Change, str]] = {
     "another image": (lambda pod, trainer: trainer.update(image="evil:1"), "a trainer's image is"),
     "a second container": (
@@ -106,6 +107,12 @@ CRAFTED: dict[str, tuple[Change, str]] = {
         ),
         "environment is that",
     ),
+    "another Secret's word for its token": (
+        lambda pod, trainer: next(e for e in trainer["env"] if e["name"] == "FLOWFLEET_RPC_TOKEN").update(
+            valueFrom={"secretKeyRef": {"name": "other", "key": "FLOWFLEET_RPC_TOKEN"}}
+        ),
+        "environment is that",
+    ),
     "a priority class": (
         lambda pod, trainer: pod.update(priorityClassName="system-node-critical"),
         "queue and priority class are those",
@@ -186,7 +193,9 @@ def rendered(template: TrainerTemplate, **asked: str) -> dict[str, Any]:
     owner = {
         "apiVersion": "apps/v1", "kind": "Deployment", "name": f"{FULLNAME}-controller", "uid": JOB_ID,
     }  # fmt: skip
-    return template.render(JOB_ID, spec, name=f"{FULLNAME}-trainer-a-b", labels={}, owner=owner, env=ENV)
+    return template.render(
+        JOB_ID, spec, name=f"{FULLNAME}-trainer-a-b", labels={}, owner=owner, env=ENV, secrets=SECRETS
+    )
 
 
 def send(cluster: Cluster, job: dict[str, Any]) -> str:

@@ -326,6 +326,7 @@ def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profil
     assert {key: rule["verbs"] for key, rule in rules.items()} == {
         ("batch", "jobs"): ["get", "list", "watch", "create", "delete"],
         ("", "pods"): ["get", "list", "watch", "delete", *(["patch"] if any_profile.kind("ScaledObject") else [])],
+        ("", "secrets"): ["create"],
         ("", "events"): ["list"],
         **({("kueue.x-k8s.io", "workloads"): ["list"]} if queue else {}),
         ("discovery.k8s.io", "endpointslices"): ["get", "list", "watch"],

@@ -310,6 +310,8 @@ def test_each_kind_has_the_tokens_that_it_sends_and_accepts() -> None:
         "FLOWFLEET_RPC_TOKEN": "rpc-token",
         "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
         "FLOWFLEET_ROLLOUT_RPC_TOKEN": "rpc-token-rollout",
+        "FLOWFLEET_TRAINER_RPC_TOKEN": "rpc-token-trainer",
+        "FLOWFLEET_TRAINER_RPC_ACCEPT": "rpc-token-accept",
     }
     assert tokens("trainer") == {
         "FLOWFLEET_RPC_TOKEN": "rpc-token-trainer",

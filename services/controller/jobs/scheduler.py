@@ -34,6 +34,7 @@ from services.controller.jobs.quarantine import Quarantine
 from services.controller.jobs.returned import Returned
 from services.controller.jobs.runner import JobRunner, Shared
 from services.controller.metrics.monitor import Monitor
+from services.controller.platforms.job_users import JobUsers
 from services.controller.platforms.launcher import FencedLauncher, Launcher, stop_for_good
 from services.controller.retention.folders import Folders
 from services.controller.retention.keeper import Keeper
@@ -72,7 +73,7 @@ class JobScheduler:
         self._replication = Replication(redis, settings.state_dir, settings.redis_acks, registry)
         self._lease = Lease(redis, registry, self._replication)
         self._store = store.fenced_by(self._lease)
-        self._launcher = FencedLauncher(launcher, self._lease)
+        self._launcher = FencedLauncher(launcher, self._lease, JobUsers(redis))
         self._demand = DemandHash(redis)
         self._fleet = FleetWatch(redis)
         metrics = JobMetrics(registry)
@@ -207,6 +208,7 @@ class JobScheduler:
                         tasks[record.id] = children.create_task(self._runner.run(record.id), name=f"job {record.id}")
                         tasks[record.id].add_done_callback(lambda _: self._wake.set())
                 await self._tell_demand(record for record in ready if record.id in self._launcher.admitted)
+                await self._launcher.users.renew()
             await wait(self._wake, POLL_S)
             await asyncio.sleep(REST_S)
 

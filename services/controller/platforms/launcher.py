@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from flowfleet.job.spec import JobSpec
+from services.controller.platforms.job_users import JobUsers
 from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.waiting import WaitedInVain
 
@@ -58,10 +59,10 @@ class Launcher(Protocol):
 
 class FencedLauncher:
     """A launcher that starts and ends trainers only while this controller leads, and starts those alone that have their
-    places."""
+    places. Each has a user of Redis of its own."""
 
-    def __init__(self, launcher: Launcher, lease: Lease) -> None:
-        self._launcher, self._lease = launcher, lease
+    def __init__(self, launcher: Launcher, lease: Lease, users: JobUsers) -> None:
+        self._launcher, self._lease, self.users = launcher, lease, users
         self._why: dict[str, str] = {}
         """Job → why it has no places."""
 
@@ -70,6 +71,7 @@ class FencedLauncher:
         await self._lease.confirm()
         if job_id not in self.admitted:
             raise WaitedInVain(self._why.get(job_id, "it waits in the queue"))
+        await self.users.make(job_id, spec)
         return await self._launcher.ensure(job_id, spec)
 
     async def alive(self, job_id: str) -> bool:
@@ -91,6 +93,7 @@ class FencedLauncher:
     async def keep_only(self, job_ids: Collection[str]) -> None:
         await self._lease.confirm()
         await self._launcher.keep_only(job_ids)
+        await self.users.keep_only(job_ids)
 
     @property
     def admitted(self) -> Collection[str]:
@@ -105,6 +108,7 @@ class FencedLauncher:
     async def leave(self, job_id: str) -> None:
         await self._lease.confirm()
         await self._launcher.leave(job_id)
+        await self.users.remove(job_id)
 
 
 async def stopped(launcher: Launcher | FencedLauncher, job_id: str, *, at_once: bool = False) -> bool:

@@ -26,7 +26,7 @@ from flowfleet.redis import server as redis_server
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("controller", "rollout", "trainer")
-JOB = "0193-job"
+JOB, OTHER = "0193-job", "0193-job2"
 
 
 def _servers() -> dict[str, str]:
@@ -47,7 +47,9 @@ class Server:
     has_selectors: bool
 
     def url(self, kind: str) -> str:
-        return redis_server.server_url(self.port, self.passwords[kind], kind)
+        """A trainer's is that of its job's user."""
+        user = redis_acl.job_user(JOB) if kind == "trainer" else kind
+        return redis_server.server_url(self.port, self.passwords[kind], user)
 
     def ask(self, kind: str, *command: Any) -> bool:
         """Whether the command was allowed, whatever came of it."""
@@ -72,7 +74,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     with redis_client.connect_sync(redis_server.server_url(port, "operator")) as operator:
         version = str(operator.info("server")["redis_version"])
-        yield Server(port, passwords, operator, int(version.partition(".")[0]) >= 7)
+        has_selectors = int(version.partition(".")[0]) >= 7
+        words = redis_acl.job_words(JOB, passwords["trainer"], samples=True, selectors=has_selectors)
+        operator.execute_command("ACL", "SETUSER", *words)
+        yield Server(port, passwords, operator, has_selectors)
     process.kill()
     process.wait()
 
@@ -92,6 +97,9 @@ TABLE: list[tuple[tuple[Any, ...], str, str]] = [
       for kind in ("trajectory", "media", "embeds", "negative")),
     *((("SET", keys.blob(JOB, kind, 3), "x"), "controller trainer", "controller rollout trainer")
       for kind in ("adapter", "evaluated")),
+    (("GET", keys.blob(OTHER, "trajectory", 3)), "controller rollout", ""),
+    (("SET", keys.blob(OTHER, "trajectory", 3), "x"), "controller rollout", ""),
+    (("XADD", keys.trajectories(OTHER), "*", "sample", "x"), "controller rollout", ""),
     (("EXPIRE", keys.blob(JOB, "adapter", 3), 9), "controller trainer", ""),
     (("EXPIRE", keys.blob(JOB, "trajectory", 3), 9), "controller", "controller trainer"),
     (("UNLINK", keys.blob(JOB, "evaluated", 3)), "controller trainer", ""),
@@ -130,11 +138,13 @@ TABLE: list[tuple[tuple[Any, ...], str, str]] = [
     (("PUBLISH", keys.changes(), "x"), "controller", ""),
     (("PUBLISH", "another", "x"), "", ""),
     (("INFO",), "controller", ""),
+    *((command, "controller", "") for command in (
+        ("ACL", "SETUSER", "trainer-x", "off"), ("ACL", "DELUSER", "trainer-x"), ("ACL", "USERS"))),
     (("MULTI",), "controller", ""),
     *((command, "", "") for command in (
         ("SET", "another", "x"), ("GET", "another"), ("HGETALL", "ff2:x"), ("KEYS", "*"), ("FLUSHALL",), ("FLUSHDB",),
         ("CONFIG", "GET", "requirepass"), ("CONFIG", "SET", "appendonly", "no"), ("ACL", "LIST"),
-        ("ACL", "SETUSER", "rollout", "+@all"), ("SHUTDOWN", "NOSAVE"), ("REPLICAOF", "h", 1),
+        ("SHUTDOWN", "NOSAVE"), ("REPLICAOF", "h", 1),
         ("MONITOR",), ("MODULE", "LIST"), ("CLIENT", "KILL", "ID", 0), ("CLIENT", "PAUSE", 0), ("SWAPDB", 0, 1),
         ("BGREWRITEAOF",), ("SLOWLOG", "GET"),
     )),

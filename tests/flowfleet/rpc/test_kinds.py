@@ -114,6 +114,35 @@ async def test_what_a_trainer_sees_of_its_controller_opens_no_other_trainer(monk
         rpc.make_server()
 
 
+@pytest.mark.parametrize("per_kind", [True, False])
+async def test_a_jobs_token_is_a_trainers_until_a_later_attempt_calls(
+    per_kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(service.RPC_TOKEN, TOKENS["controller"])
+    if per_kind:
+        monkeypatch.setenv("FLOWFLEET_TRAINER_RPC_TOKEN", TOKENS["trainer"])
+        monkeypatch.setenv("FLOWFLEET_TRAINER_RPC_ACCEPT", kinds.accept(TOKENS))
+    first, second, of_other = (kinds.job_secrets(job) for job in ("a", "a", "b"))
+    given = {value for secrets in (first, of_other) for value in secrets.values()}
+    assert not any(kinds.digest(TOKENS["trainer"]) in value or value in TOKENS.values() for value in given)
+    if per_kind:
+        monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
+    token, of_no_job = service.RPC_TOKEN, expected("trainer", Code.PERMISSION_DENIED)
+    of_no_job |= {method: Code.PERMISSION_DENIED for method in of_no_job if "Weight" in method}  # their job_id is ""
+    async with served() as address:
+        for admitted in (first, of_other, second):
+            assert await asked_with(admitted[token], address) == of_no_job
+        assert {*(await asked_with(first[token], address)).values()} == {Code.PERMISSION_DENIED}
+        for forged in (f"b{second[token][1:]}", f"{second[token]}0", "a/1/", "a//", "//"):
+            assert await asked_with(forged, address) == expected("stranger", Code.UNAUTHENTICATED)
+    for name, value in first.items():
+        monkeypatch.setenv(name, value)
+    async with served() as address:  # a rank of the trainer, which samples
+        assert await asked_with(first[token], address) == expected("trainer", Code.PERMISSION_DENIED)
+        assert await asked_with(of_other[token], address) == expected("stranger", Code.UNAUTHENTICATED)
+        assert await asked_with(TOKENS["controller"], address) == expected("controller", Code.OK)
+
+
 async def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept({"trainer": TOKENS["trainer"]}))
     async with served() as address:

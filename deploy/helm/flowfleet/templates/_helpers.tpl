@@ -352,6 +352,10 @@ flowfleet.io/refused: "set {{ index . 1 }}.existingSecret: helm could ask no clu
 {{- if and $perKind (eq $component "controller") }}
 - name: FLOWFLEET_ROLLOUT_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-rollout, optional: true}}
+- name: FLOWFLEET_TRAINER_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-trainer}}
+- name: FLOWFLEET_TRAINER_RPC_ACCEPT
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-accept}}
 {{- end }}
 {{- if and $perKind (has $component (list "rollout" "trainer")) }}
 - name: FLOWFLEET_RPC_ACCEPT

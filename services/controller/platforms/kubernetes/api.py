@@ -40,6 +40,7 @@ class Resource:
 
 
 PODS: Final = Resource("/api/v1", "pods")
+SECRETS: Final = Resource("/api/v1", "secrets")
 EVENTS: Final = Resource("/api/v1", "events")
 JOBS: Final = Resource("/apis/batch/v1", "jobs")
 WORKLOADS: Final = Resource("/apis/kueue.x-k8s.io/v1beta1", "workloads")

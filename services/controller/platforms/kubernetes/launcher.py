@@ -18,18 +18,19 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from flowfleet.errors import NotFound, Unavailable
+from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import POD_PORT
 from flowfleet.process.service import format_address
 from flowfleet.rpc.endpoint import open_channel
-from flowfleet.rpc.kinds import job_accept, job_token
+from flowfleet.rpc.kinds import job_accept, job_secrets, job_token
 from services.controller.platforms.kubernetes import placement, pods
 from services.controller.platforms.kubernetes.api import (
     DEPLOYMENTS,
     EVENTS,
     JOBS,
     PODS,
+    SECRETS,
     WORKLOADS,
     Object,
     Refused,
@@ -71,6 +72,8 @@ class KubernetesLauncher:
         self._owner = owner
         self._pools: dict[str, str] = {}
         """Jobs that may have a trainer → rollout pool."""
+        self._given: set[str] = set()
+        """Attempts that have their Secret."""
         self._scale_ups: dict[str, str] = {}
         """Attempt → when the autoscaler last began to make nodes for it."""
 
@@ -85,6 +88,7 @@ class KubernetesLauncher:
             raise Queued(f"trainer: {placement.waits_in_queue(attempt, await self._workloads(attempt))}")
         if not self._lives(attempt):
             await self._replace(job_id, attempt)
+        await self._give(attempt)
         waits = self._waits(attempt)
         if await self._is_overdue(attempt):
             await self.stop(job_id, at_once=True)
@@ -266,11 +270,24 @@ class KubernetesLauncher:
             labels={INSTANCE: self._release, COMPONENT: "trainer"},
             owner=await self._owner_reference(),
             env=job_accept(job_id),
+            secrets=job_secrets(job_id).keys(),
         )
         made = await api.create(JOBS, body)
+        await self._give(made)
         jobs.put(made)
         log.info("trainer created", extra={"job": job_id, "trainer": made["metadata"]["name"]})
         return made
+
+    async def _give(self, attempt: Object) -> None:
+        """Makes the Secret that the attempt's pods wait for, which goes with its Job. One that is there stays."""
+        name, uid = attempt["metadata"]["name"], attempt["metadata"]["uid"]
+        if name not in self._given and (secrets := job_secrets(_job_id(attempt))):
+            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+            metadata = {"name": name, "labels": {INSTANCE: self._release}, "ownerReferences": [owner]}
+            body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": secrets}
+            with contextlib.suppress(Conflict):
+                await self._directory.api.create(SECRETS, body)
+            self._given.add(name)
 
     async def _replace(self, job_id: str, attempt: Object) -> None:
         """Deletes an attempt that has ended and says why it did."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,10 @@ class TrainerTemplate:
         labels: Mapping[str, str],
         owner: Any,
         env: Mapping[str, str] | None = None,
+        secrets: Collection[str] = (),
     ) -> dict[str, Any]:
-        """`labels` are set on Job and pods; `owner` is an ownerReference; `env` holds no secret.
+        """`labels` are set on Job and pods; `owner` is an ownerReference; `env` holds no secret. `secrets`: variables
+        that the Secret of the Job's name has, in place of the template's.
 
         Raises ValueError for a class or queue that the operator does not allow.
         """
@@ -107,8 +109,11 @@ class TrainerTemplate:
             limits[self.accelerator] = str(ranks // pods)
         variables = {"OMP_NUM_THREADS": str(spec.trainer.threads)} if spec.trainer.threads else {}
         variables |= env or {}
-        if variables:
-            container.setdefault("env", []).extend({"name": key, "value": value} for key, value in variables.items())
+        kept = [entry for entry in container.get("env") or [] if entry["name"] not in secrets]
+        given: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
+        given += [{"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets]
+        if kept or given:
+            container["env"] = kept + given
         return job
 
     def address(self, name: str, namespace: str) -> str:

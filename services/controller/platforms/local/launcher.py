@@ -27,7 +27,7 @@ from flowfleet.process.forks import fork_environment
 from flowfleet.process.forkserver import Order, start_ticks
 from flowfleet.process.logs import cap, rotate
 from flowfleet.process.service import STATE_DIR, TERMINATION_MESSAGE, THREADS, usable_cpus
-from flowfleet.rpc.kinds import job_accept, trainer_environment
+from flowfleet.rpc.kinds import job_accept, job_secrets, trainer_environment
 from services.controller.platforms.local.fork_server import TrainerForks
 
 log = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class LocalLauncher:
             STATE_DIR: str(self._state_dir),
             TERMINATION_MESSAGE: str(self._words(job_id).resolve()),
             **job_accept(job_id),
+            **job_secrets(job_id),
         }
 
     def _read(self, job_id: str) -> TrainerProcess | None:

@@ -22,6 +22,7 @@ from services.controller.concurrency import end
 from services.controller.job.machine import events as ev
 from services.controller.job.machine.ledger import Ledger
 from services.controller.job.machine.state import State
+from services.controller.platforms.job_users import JobUsers
 from services.controller.platforms.launcher import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
@@ -125,8 +126,8 @@ async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_not
         lambda: ledger.append([ev.CancelRequested()], also),
         lambda: ledger.snapshot(State()),
         lambda: Store(redis).fenced_by(first.lease).jobs.set_status(job.id, JobStatus.FAILED),
-        lambda: FencedLauncher(launched, first.lease).ensure(job.id, SPEC),
-        lambda: FencedLauncher(launched, first.lease).stop(job.id),
+        lambda: FencedLauncher(launched, first.lease, JobUsers(redis)).ensure(job.id, SPEC),
+        lambda: FencedLauncher(launched, first.lease, JobUsers(redis)).stop(job.id),
     ]
     for write in writes:
         with pytest.raises(LeaseLost):

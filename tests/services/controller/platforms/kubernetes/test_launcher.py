@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowfleet.errors import Unavailable
+from flowfleet.errors import Conflict, Unavailable
 from flowfleet.job.spec import parse_job
+from flowfleet.rpc import kinds
 from services.controller.platforms.kubernetes import launcher as kubernetes_launcher
 from services.controller.platforms.kubernetes.api import JOBS, PODS, Refused
 from services.controller.platforms.kubernetes.api import _problem as problem
@@ -50,6 +51,26 @@ async def test_what_people_can_grant_is_waited_for_with_the_servers_words(
     assert isinstance(error, Unavailable if status == 429 else Refused)
     with pytest.raises(WaitedInVain, match=r"trainer: the Kubernetes API.*: exceeded quota: none"):
         await ensure(error)
+
+
+async def test_an_attempt_has_a_secret_that_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once, also by a controller that found it there."""
+    made: list[Any] = []
+
+    class ExistingApi:
+        async def create(self, resource: Any, body: Any) -> Any:
+            made.append((resource.plural, body))
+            raise Conflict("there is one")
+
+    monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", "t")
+    launcher = KubernetesLauncher(Directory(ExistingApi()), "f", "n", Path("none"), "o")  # type: ignore[arg-type]
+    attempt = {"metadata": {"name": "t-1", "uid": "u", "labels": {"flowfleet.io/job": "job"}}}
+    for _ in range(2):
+        await launcher._give(attempt)
+    ((plural, body),) = made
+    assert plural == "secrets"
+    assert body["metadata"]["ownerReferences"] == [{"apiVersion": "batch/v1", "kind": "Job", "name": "t-1", "uid": "u"}]
+    assert body["stringData"].keys() == kinds.job_secrets("job").keys()
 
 
 @pytest.mark.parametrize("status", [400, 422])

@@ -105,6 +105,17 @@ def test_all_else_stays_as_the_template_has_it_and_the_template_too() -> None:
     assert job["metadata"]["annotations"] == TEMPLATE["metadata"]["annotations"]
 
 
+def test_variables_of_the_attempts_secret_replace_the_templates() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    trainer = template["spec"]["template"]["spec"]["containers"][1]
+    trainer["env"] = [{"name": "TOKEN", "value": "of all trainers"}, {"name": "KEPT", "value": "x"}]
+    job = parse_template(template).render(JOB_ID, spec(1), name="f-1", labels={}, owner=OWNER, secrets=("TOKEN",))
+    assert trainer_of(job)["env"] == [
+        {"name": "KEPT", "value": "x"},
+        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "f-1", "key": "TOKEN"}}},
+    ]
+
+
 def test_on_cpus_there_is_no_limit_of_accelerators() -> None:
     template = copy.deepcopy(TEMPLATE)
     template["metadata"]["annotations"]["flowfleet.io/accelerator"] = ""
