@@ -36,6 +36,8 @@ MAX_DRIFT_MS: Final = 5000
 """Milliseconds that the server's clock may gain or lose on ours between two looks; beyond it has jumped."""
 SETTLES_S: Final = 2 * RENEW_EVERY_S
 """After a jump, or a reader's start, every replica is renewed within this."""
+VANISHED: Final = "the blob store has no adapter"
+"""Part of a replica's answer where the blob of an adapter is gone, or is another than was published."""
 MAX_RECORD_BYTES: Final = 16 * 1024
 MAX_NUMBER: Final = 2**63
 LOOK_COUNT: Final = 1000
@@ -128,6 +130,10 @@ class ReplicaRecord:
     """Id of the accelerator, the same in every process; empty on the CPU."""
     num_devices: int = 1
     """Devices that share each sample, from `device` on."""
+    held: str = ""
+    """Weights that are ready, with spaces between: "JOB/VERSION", or "JOB/VERSION/evaluated"."""
+    slots: int = 0
+    """Adapters that it can have ready at once; 0: it serves one job at a time."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -322,6 +322,8 @@ class GenerateRequest(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     GIVES_WAY_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     purpose: _common_pb2.Purpose.ValueType
@@ -346,6 +348,12 @@ class GenerateRequest(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """batched in one forward as far as the replica's batch limit allows"""
 
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """of `policy_version`: a replica that lacks it fetches it. Absent: the replica must serve that version"""
+
+    @_builtins.property
+    def share(self) -> Global___Share: ...
     def __init__(
         self,
         *,
@@ -362,14 +370,163 @@ class GenerateRequest(_message.Message):
         weights_digest: _builtins.str = ...,
         gives_way: _builtins.bool = ...,
         profile: _builtins.bool = ...,
+        adapter: Global___Adapter | None = ...,
+        share: Global___Share | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "noise", b"noise", "sampling", b"sampling", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "gives_way", b"gives_way", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "profile", b"profile", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "evaluated", b"evaluated", "gives_way", b"gives_way", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "profile", b"profile", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "share", b"share", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """Where a replica gets the adapter of a version, and the base that it changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """of the trainer that stored it, as in InitWeightTransferRequest"""
+    @_builtins.property
+    def model(self) -> Global___ModelSpec: ...
+    @_builtins.property
+    def lora(self) -> Global___LoraSpec: ...
+    @_builtins.property
+    def blob(self) -> _common_pb2.BlobRef:
+        """safetensors in PEFT's names"""
+
+    def __init__(
+        self,
+        *,
+        model: Global___ModelSpec | None = ...,
+        lora: Global___LoraSpec | None = ...,
+        blob: _common_pb2.BlobRef | None = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blob", b"blob", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    """What a job may have of a replica that samples for several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """its owners get equal shares, then their jobs"""
+    weight: _builtins.float
+    """of the job next to others of its owner; 0 means 1"""
+    alone: _builtins.bool
+    """its rows share no forward with those of other jobs"""
+    rows: _builtins.int
+    """most rows of a forward that its rows share"""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        alone: _builtins.bool = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "owner", b"owner", "rows", b"rows", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
+
+@_typing.final
+class PullAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    version: _builtins.int
+    evaluated: _builtins.bool
+    weights_digest: _builtins.str
+    @_builtins.property
+    def adapter(self) -> Global___Adapter: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        evaluated: _builtins.bool = ...,
+        weights_digest: _builtins.str = ...,
+        adapter: Global___Adapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "evaluated", b"evaluated", "job_id", b"job_id", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullAdapterRequest: _TypeAlias = PullAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PullAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullAdapterResponse: _TypeAlias = PullAdapterResponse  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    """Weights of a job that a replica has ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    version: _builtins.int
+    evaluated: _builtins.bool
+    weights_digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        evaluated: _builtins.bool = ...,
+        weights_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
 class GenerateEvent(_message.Message):
@@ -895,6 +1052,8 @@ class RolloutStatus(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     incarnation: _builtins.str
     """new at every process start"""
@@ -916,6 +1075,12 @@ class RolloutStatus(_message.Message):
     """which weights of `policy_version` it serves, as in PublishWeightsRequest"""
     num_devices: _builtins.int
     """that share each sample, from `device` on; 0 from an older replica means 1"""
+    slots: _builtins.int
+    """adapters on one base that it can have ready at once; 0: it serves one job at a time"""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]:
+        """all weights that are ready; job_id, policy_version, evaluated and weights_digest are those that came last"""
+
     def __init__(
         self,
         *,
@@ -932,10 +1097,12 @@ class RolloutStatus(_message.Message):
         device_id: _builtins.str = ...,
         evaluated: _builtins.bool = ...,
         num_devices: _builtins.int = ...,
+        held: _abc.Iterable[Global___Held] | None = ...,
+        slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "evaluated", b"evaluated", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "num_devices", b"num_devices", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "evaluated", b"evaluated", "held", b"held", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "num_devices", b"num_devices", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "slots", b"slots", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,11 @@ class RolloutServiceStub:
                 request_serializer=flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateRequest.SerializeToString,
                 response_deserializer=flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.PullAdapter = channel.unary_unary(
+                '/flowfleet.v1.RolloutService/PullAdapter',
+                request_serializer=flowfleet_dot_v1_dot_rollout__pb2.PullAdapterRequest.SerializeToString,
+                response_deserializer=flowfleet_dot_v1_dot_rollout__pb2.PullAdapterResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/flowfleet.v1.RolloutService/GetStatus',
                 request_serializer=flowfleet_dot_v1_dot_rollout__pb2.GetRolloutStatusRequest.SerializeToString,
@@ -111,6 +116,14 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullAdapter(self, request, context):
+        """Fetches and verifies an adapter next to those of other jobs on the same base, before it is asked to sample with it.
+        Running work continues.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -151,6 +164,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.FinishWeightUpdate,
                     request_deserializer=flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateRequest.FromString,
                     response_serializer=flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateResponse.SerializeToString,
+            ),
+            'PullAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullAdapter,
+                    request_deserializer=flowfleet_dot_v1_dot_rollout__pb2.PullAdapterRequest.FromString,
+                    response_serializer=flowfleet_dot_v1_dot_rollout__pb2.PullAdapterResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -299,6 +317,33 @@ class RolloutService:
             '/flowfleet.v1.RolloutService/FinishWeightUpdate',
             flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateRequest.SerializeToString,
             flowfleet_dot_v1_dot_rollout__pb2.FinishWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flowfleet.v1.RolloutService/PullAdapter',
+            flowfleet_dot_v1_dot_rollout__pb2.PullAdapterRequest.SerializeToString,
+            flowfleet_dot_v1_dot_rollout__pb2.PullAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class RolloutServiceStub:
     StartWeightUpdate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.StartWeightUpdateRequest, _rollout_pb2.StartWeightUpdateResponse]
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     FinishWeightUpdate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.FinishWeightUpdateRequest, _rollout_pb2.FinishWeightUpdateResponse]
+    PullAdapter: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PullAdapterRequest, _rollout_pb2.PullAdapterResponse]
+    """Fetches and verifies an adapter next to those of other jobs on the same base, before it is asked to sample with it.
+    Running work continues.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStatusRequest, _rollout_pb2.RolloutStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Refuses new work, finishes what runs, then returns."""
@@ -66,6 +70,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     StartWeightUpdate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.StartWeightUpdateRequest, _rollout_pb2.StartWeightUpdateResponse]  # type: ignore[assignment]
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     FinishWeightUpdate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.FinishWeightUpdateRequest, _rollout_pb2.FinishWeightUpdateResponse]  # type: ignore[assignment]
+    PullAdapter: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PullAdapterRequest, _rollout_pb2.PullAdapterResponse]  # type: ignore[assignment]
+    """Fetches and verifies an adapter next to those of other jobs on the same base, before it is asked to sample with it.
+    Running work continues.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStatusRequest, _rollout_pb2.RolloutStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new work, finishes what runs, then returns."""
@@ -114,6 +122,16 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.FinishWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.FinishWeightUpdateResponse, _abc.Awaitable[_rollout_pb2.FinishWeightUpdateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def PullAdapter(
+        self,
+        request: _rollout_pb2.PullAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.PullAdapterResponse, _abc.Awaitable[_rollout_pb2.PullAdapterResponse]]:
+        """Fetches and verifies an adapter next to those of other jobs on the same base, before it is asked to sample with it.
+        Running work continues.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

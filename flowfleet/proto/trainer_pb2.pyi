@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from flowfleet.proto import common_pb2 as _common_pb2
+from flowfleet.proto import rollout_pb2 as _rollout_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -536,10 +537,13 @@ class PublishWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
     evaluated: _builtins.bool
     """the version's weights that are validated and exported, where the job averages them; else those that sample"""
+    shared: _builtins.bool
+    """the replicas sample for other jobs too: they fetch the adapter, next to those that they have"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
     def __init__(
@@ -549,10 +553,11 @@ class PublishWeightsRequest(_message.Message):
         version: _builtins.int = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         evaluated: _builtins.bool = ...,
+        shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "replicas", b"replicas", "shared", b"shared", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,6 +600,7 @@ class PublishWeightsResponse(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights_digest: _builtins.str
     bytes: _builtins.int
@@ -606,6 +612,10 @@ class PublishWeightsResponse(_message.Message):
     """from paused replicas to the last verified one"""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishResult]: ...
+    @_builtins.property
+    def adapter(self) -> _rollout_pb2.Adapter:
+        """where replicas that join later get these weights; absent if they went by broadcast alone"""
+
     def __init__(
         self,
         *,
@@ -616,10 +626,11 @@ class PublishWeightsResponse(_message.Message):
         seconds: _builtins.float = ...,
         drain_seconds: _builtins.float = ...,
         update_seconds: _builtins.float = ...,
+        adapter: _rollout_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "drain_seconds", b"drain_seconds", "results", b"results", "seconds", b"seconds", "update_seconds", b"update_seconds", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bytes", b"bytes", "drain_seconds", b"drain_seconds", "results", b"results", "seconds", b"seconds", "update_seconds", b"update_seconds", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,6 +84,8 @@ def shared_down(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor] | None:
     """x Aᵀ for each linear, by one product; None unless each of them would compute its own."""
     kinds = (SharingLinear,) if torch.is_grad_enabled() else (SharingLinear, AdaptedLinear)
     adapted = [linear for linear in linears if isinstance(linear, kinds) and not linear.disable_adapters]
+    if any(getattr(linear, "is_mixed", False) for linear in adapted):  # each row has its own A
+        return None
     if len(adapted) < max(2, len(linears)):
         return None
     downs = [factors(linear)[0] for linear in adapted]

@@ -62,6 +62,8 @@ checkpoints = _of_job("checkpoints")
 """Hash: step → checkpoint."""
 validations = _of_job("validations")
 """Hash: version → its validation."""
+adapter = _of_job("adapter")
+"""Where replicas get the newest adapter of a job that shares them (protobuf)."""
 rewards = _of_job("rewards")
 """Hash: number → revision of the job's rewards that took effect."""
 

@@ -46,7 +46,7 @@ OF_TRAINERS: Final = "FLOWFLEET_TRAINER_"
 
 _ALL: Final = "*"
 _ROLLOUT: Final = "/flowfleet.v1.RolloutService/"
-_TRANSFER: Final = ("InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
+_TRANSFER: Final = ("InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "PullAdapter")
 _REWARD: Final = "/flowfleet.v1.RewardService/"
 MAY_CALL: Final[Mapping[Caller, tuple[str, ...]]] = {
     "controller": (_ALL,),

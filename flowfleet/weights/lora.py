@@ -113,15 +113,32 @@ def load_adapter(experts: Experts, state: Mapping[str, Tensor]) -> list[str]:
 
 def copy_adapter(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copies a published adapter into tensors by the same names. Raises ValueError unless they match."""
+    _check_names(parameters, state)
+    into = copy_into(parameters)
+    for name, value in state.items():
+        into(name, value)
+
+
+def check_adapter(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], rank: int) -> None:
+    """Raises ValueError unless a published adapter of that rank fits where these parameters are, of any rank."""
+    _check_names(parameters, state)
+    for name, parameter in parameters.items():
+        inner, outer = (1, 0) if ".lora_A." in name else (0, 1)
+        given, wanted = state[name], {inner: parameter.shape[inner], outer: rank}
+        if given.dtype != parameter.dtype or given.shape != (wanted[0], wanted[1]):
+            raise ValueError(
+                f"the adapter does not fit the model: {name} is {given.dtype} {tuple(given.shape)}, expected "
+                f"{parameter.dtype} {(wanted[0], wanted[1])}"
+            )
+
+
+def _check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     missing, extra = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
     if missing or extra:
         raise ValueError(
             f"the adapter does not fit the model: missing {missing[:3]}, unexpected {extra[:3]}; rank, target modules "
             "and base model must be those of the trainer"
         )
-    into = copy_into(parameters)
-    for name, value in state.items():
-        into(name, value)
 
 
 def adapter_to_bytes(state: Mapping[str, Tensor]) -> bytes:

@@ -35,6 +35,12 @@ def parser() -> argparse.ArgumentParser:
         help="devices that share every sample, or large weights: --device and those after it (default 1)",
     )
     flags.add_argument("--max-batch", type=_positive, default=256, help="most rows of one forward")
+    flags.add_argument(
+        "--adapter-slots",
+        type=int,
+        help="adapters of jobs on one base that are ready at once, by --engine diffusers (default 16 on CPUs, else 0); "
+        "0: it serves one job at a time",
+    )
     flags.add_argument("--threads", type=_positive, help="CPU threads of the engine; default: torch's")
     flags.add_argument("--model", help="directory of a diffusers pipeline to load at start")
     flags.add_argument("--dtype", default="bfloat16", help="of --model; jobs name their own")

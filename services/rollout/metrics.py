@@ -22,6 +22,7 @@ class RolloutMetrics:
         self._seconds = counted("seconds", "Seconds by part: encode, denoise, decode, publish.", "part")
         self._prompts = counted("prompts", "Prompts by where their embeddings came from: cache, encoder.", "source")
         self._memory = shown("peak_memory_gib", "Most memory of the accelerator held so far.")
+        self._idle = shown("idle_seconds", "Seconds without work of any job.")
         self._in_flight = shown("in_flight", "Samples admitted and not finished.")
         self._version = shown("policy_version", "Version served, -1 while none is.")
         self.version(None)
@@ -40,6 +41,9 @@ class RolloutMetrics:
 
     def dropped(self, job_id: str, num_samples: int) -> None:
         self._dropped.labels(job=job_id).inc(num_samples)
+
+    def idle(self, seconds: float) -> None:
+        self._idle.set(seconds)
 
     def in_flight(self, num_samples: int) -> None:
         self._in_flight.set(num_samples)

@@ -124,7 +124,10 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         return ParallelEngine(device, size=options.sequence_parallel_size, on_lost=_end_at_once, **settings)
     from services.rollout.engines.diffusers import DiffusersEngine
 
-    return DiffusersEngine(device, **settings)
+    engine = DiffusersEngine(device, **settings)
+    if options.adapter_slots is not None:
+        engine.slots = options.adapter_slots
+    return engine
 
 
 def _end_at_once() -> None:

@@ -11,6 +11,7 @@ makes progress, so that a replica that waits for its first weights is not restar
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from flowfleet.data.blobs import BlobStore
@@ -18,16 +19,17 @@ from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.hardware import devices
 from flowfleet.peers import Peers
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from services.rollout.engines.base import RolloutEngine
+from services.rollout.engines.base import RolloutEngine, forward_key
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.registration import Membership
 from services.rollout.sampling.generation import Generation
 from services.rollout.sampling.media import MediaReader
 from services.rollout.sampling.publisher import Publisher
-from services.rollout.sampling.requests import generation_request
+from services.rollout.sampling.requests import generation_request, share_of
 from services.rollout.weights.binding import MAX_TIMEOUT_S
 from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.state import Phase, WeightState
+from services.rollout.weights.slots import Key
+from services.rollout.weights.state import Phase, Ticket, WeightState
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -55,15 +57,20 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._incarnation = incarnation
         self._device_id = devices.identity(engine.device)
         self._samples_total = 0
-        self._state = WeightState(membership.changed)
+        self._state = WeightState(membership.changed, engine.slots)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait, peers)
+        self._ended = asyncio.Event()
+        self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait, peers, self._released)
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
         wanted = await self._media.read(request, generation_request(request))
+        if request.HasField("adapter"):
+            key = Key(request.job_id, request.policy_version, request.evaluated, request.weights_digest)
+            while not self._state.is_ready(key):
+                await self._receiver.pull(key, request.adapter)
         ticket = self._state.admit(
             request.job_id,
             request.policy_version,
@@ -72,15 +79,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             digest=request.weights_digest,
         )
         self._changed()
+        generate = self._engine.generate
+        if ticket.key is not None:
+            generate = partial(self._engine.generate_with, ticket.slot, share_of(request, forward_key(wanted)))
         generation = Generation(
-            self._engine,
+            self._engine.device,
+            generate,
             self._publisher,
             self._metrics,
             wire=request,
             request=wanted,
             check=lambda: self._state.check(ticket),
-            is_overtaken=lambda: self._state.phase is Phase.UPDATING,
-            on_done=self._done,
+            is_overtaken=lambda: self._state.is_overtaken(ticket),
+            on_done=partial(self._done, ticket),
         )
         async with aclosing(generation.events()) as events:
             async for event in events:
@@ -113,6 +124,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         await self._membership.tell()
         return rollout_pb2.FinishWeightUpdateResponse()
 
+    async def PullAdapter(
+        self, request: rollout_pb2.PullAdapterRequest, context: Any
+    ) -> rollout_pb2.PullAdapterResponse:
+        key = Key(request.job_id, request.version, request.evaluated, request.weights_digest)
+        await self._receiver.pull(key, request.adapter)
+        self._changed()
+        await self._membership.tell()
+        return rollout_pb2.PullAdapterResponse()
+
     def record(self, address: str, model: str, pool: str) -> ReplicaRecord:
         """Record for the fleet: this replica's address and status."""
         state = self._state
@@ -131,6 +151,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             device=str(self._engine.device),
             device_id=self._device_id,
             num_devices=self._engine.num_devices,
+            held=" ".join(sorted(map(str, state.held))),
+            slots=self._engine.slots,
         )
 
     async def GetStatus(self, request: rollout_pb2.GetRolloutStatusRequest, context: Any) -> rollout_pb2.RolloutStatus:
@@ -149,6 +171,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             device=str(self._engine.device),
             device_id=self._device_id,
             num_devices=self._engine.num_devices,
+            held=[
+                rollout_pb2.Held(
+                    job_id=key.job_id, version=key.version, evaluated=key.evaluated, weights_digest=key.digest
+                )
+                for key in state.held
+            ],
+            slots=self._engine.slots,
         )
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
@@ -166,8 +195,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def close(self) -> None:
         self._receiver.close()
 
-    def _done(self, num_samples: int, published: bool) -> None:
-        self._state.release(num_samples)
+    async def _released(self) -> None:
+        self._ended.clear()
+        await self._ended.wait()
+
+    def _done(self, ticket: Ticket, num_samples: int, published: bool) -> None:
+        self._state.release(num_samples, ticket)
+        self._ended.set()
         self._samples_total += num_samples if published else 0
         self._changed()
 
@@ -178,4 +212,5 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         else:
             self._idle.set()
         self._metrics.in_flight(state.in_flight)
+        self._metrics.idle(self._engine.idle_s)
         self._metrics.version(state.version if state.phase is Phase.SERVING else None)

@@ -20,7 +20,7 @@ from torch import nn
 from flowfleet.hardware import compiling
 from flowfleet.hardware.graphs import Graphs
 from flowfleet.process.pulse import Pulse
-from flowfleet.quantization import adapted, layers
+from flowfleet.quantization import adapted, layers, mixed
 from flowfleet.quantization.rows import FP8
 from flowfleet.weights.lora import adapter_is_on
 
@@ -85,7 +85,8 @@ def capture(experts: Experts) -> list[Graphs]:
         copies = next((module for module in expert.modules() if "fp8_weight" in module._buffers), None)
 
         def state(expert: nn.Module = expert, copies: nn.Module | None = copies) -> Hashable:
-            return adapter_is_on(expert), type(copies)  # `layers.full_precision` swaps the class
+            # `layers.full_precision` swaps the class
+            return adapter_is_on(expert), type(copies), mixed.is_mixing(expert)
 
         found.append(Graphs(expert, state=state))
     return found

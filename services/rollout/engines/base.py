@@ -8,8 +8,8 @@ Randomness comes from the seeds of a request alone, so a repeated request makes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -25,8 +25,9 @@ from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.sequences.prompts import PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.process.pulse import Pulse
-from flowfleet.proto.rollout_pb2 import BatchProfile, Bucket, LoraSpec, ModelSpec
+from flowfleet.proto.rollout_pb2 import Adapter, BatchProfile, Bucket, LoraSpec, ModelSpec
 from flowfleet.weights.weights import Member
+from services.rollout.engines.turns import Share
 
 Record = Literal["none", "steps", "final", "tokens"]
 """Part of a sample that is kept: nothing, the noisy steps, the final latents, or the tokens."""
@@ -192,6 +193,10 @@ class RolloutEngine(ABC):
     """Where the weights are; a transfer group is joined on it."""
     num_devices: int = 1
     """Devices that share each sample, from `device` on."""
+    slots: int = 0
+    """Adapters that it can have ready at once; 0: it samples for one job at a time."""
+    idle_s: float = 0.0
+    """Seconds without work since the first."""
     pulse: Pulse
     """Pulse to which the engine's thread reports its progress."""
 
@@ -223,6 +228,21 @@ class RolloutEngine(ABC):
         a trainer."""
         raise ValueError("source.shared: no trainer runs in this process: give an adapter blob or a broadcast")
 
+    async def share(self, adapter: Adapter) -> None:
+        """Makes the base of an adapter live and ready for slots, whose targets are those of this adapter."""
+        raise NotImplementedError
+
+    async def hold(self, slot: int, adapter: Adapter, state: Mapping[str, Tensor]) -> str:
+        """Puts a whole adapter into a slot that nothing samples with, next to running work, and returns the digest of
+        what lies there. Raises ValueError unless names, shapes and dtypes fit."""
+        raise NotImplementedError
+
+    def generate_with(
+        self, slot: int, share: Share, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        """Does what `generate` does, with the adapter of a slot and the turns of `share`."""
+        raise NotImplementedError
+
     @abstractmethod
     async def receive(self, member: Member, buckets: Sequence[Bucket]) -> None:
         """Receives every bucket into the live weights: the adapter's if there is one, else all of the transformer's.
@@ -238,3 +258,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Ends the engine's thread once its running work is done."""
+
+
+def forward_key(request: GenerationRequest) -> Hashable | None:
+    """Returns what requests must have in common to share a forward; None for one that shares none: its condition images, media
+    or tokens shape the forward."""
+    if request.sequence is not None or any(group.images or group.media for group in request.groups):
+        return None
+    return replace(request.sampling, negative_prompt=""), request.noise, request.record, request.reference_kl

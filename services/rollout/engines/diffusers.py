@@ -12,17 +12,16 @@ from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.loading import load_by_blocks, load_plain
-from services.rollout.engines.local import LocalEngine
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
+from services.rollout.engines.slots import SlotEngine
 
 
-class DiffusersEngine(LocalEngine[ModelAdapter]):
-    """See `LocalEngine`."""
+class DiffusersEngine(SlotEngine):
+    """See `SlotEngine`."""
 
     name = "diffusers"
     writes_tokens = False
-
     takes_tables: ClassVar[bool] = True
     """True if a float8 base has tables in place of layers that read the noise level alone, as the trainer's has."""
     _targets: Sequence[str] = ()

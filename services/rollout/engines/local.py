@@ -6,6 +6,7 @@ and a weight change never meets a forward.
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ class ThreadedEngine(RolloutEngine):
         self.device = device
         self.pulse = pulse or Pulse(shared=True)
         self._max_batch, self._threads = max_batch, threads
+        self._ended = time.monotonic()
         self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
         self._model: ModelSpec | None = None
         self._lora: LoraSpec | None = None
@@ -77,8 +79,12 @@ class ThreadedEngine(RolloutEngine):
         """Calls a function there, inside `work`."""
 
         def watched() -> T:
-            with work:
-                return function(*args, **kwargs)
+            self.idle_s += time.monotonic() - self._ended
+            try:
+                with work:
+                    return function(*args, **kwargs)
+            finally:
+                self._ended = time.monotonic()
 
         return asyncio.get_running_loop().run_in_executor(self._thread, watched)
 
@@ -140,9 +146,26 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         self._sampler: Any = None
         """Samples with the adapter."""
 
-    async def generate(
+    def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> AsyncGenerator[GeneratedBatch, None]:
+        def start(
+            encoded: Any, rows: Sequence[Any], checkpoint: Callable[[], None], is_profiled: bool
+        ) -> asyncio.Future[GeneratedBatch]:
+            work = self.pulse.work(*self._load_of(request, len(rows)))
+            sample = self._profiled if is_profiled else self._sample
+            return self._run(work, sample, request, encoded, rows, checkpoint)
+
+        return self._generate(request, cancelled, start)
+
+    async def _generate(
+        self,
+        request: GenerationRequest,
+        cancelled: Callable[[], bool],
+        start: Callable[[Any, Sequence[Any], Callable[[], None], bool], asyncio.Future[GeneratedBatch]],
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        """`start` begins a batch: of these prompts, rows and checkpoint, and profiled or not."""
+
         def checkpoint() -> None:
             self.pulse.beat()
             if cancelled():
@@ -156,13 +179,9 @@ class LocalEngine(ThreadedEngine, Generic[Adapter]):
         try:
             while waiting or running:
                 finished = await running if running else None
-                if waiting:
-                    rows = waiting.pop(0)
-                    work = self.pulse.work(*self._load_of(request, len(rows)))
-                    sample = self._profiled if request.profile and not has_begun else self._sample
-                    running, has_begun = self._run(work, sample, request, encoded, rows, checkpoint), True
-                else:
-                    running = None
+                is_profiled = request.profile and not has_begun
+                running = start(encoded, waiting.pop(0), checkpoint, is_profiled) if waiting else None
+                has_begun = True
                 if finished is not None:
                     yield finished
         finally:

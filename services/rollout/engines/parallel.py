@@ -63,7 +63,7 @@ class SplitEngine(DiffusersEngine):
     def __init__(self, device: torch.device, *, size: int, **settings: Any) -> None:
         """`settings`: those of `LocalEngine`."""
         super().__init__(device, **settings)
-        self.num_devices = size
+        self.num_devices, self.slots = size, 0
         self._mesh: DeviceMesh | None = None
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:

@@ -4,11 +4,12 @@ Rows are batched in (group, index) order; every row's initial latents and noise 
 at `max_batch` rows and its prompts are padded to the longest of them, so a repeated request makes the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, 
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.media.sound import Sound
 from flowfleet.models.base import ModelAdapter, NotFinite, Schedule
-from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.settings import Size
 from flowfleet.quantization.layers import full_precision
 from flowfleet.weights.lora import adapter_disabled
@@ -80,6 +81,14 @@ class _Made:
     """Why a row is no sample; "" where it is one."""
     sounds: Sequence[Sound | None]
 
+    def select(self, rows: Sequence[int], share: float) -> "_Made":
+        """Some rows, with a share of the seconds."""
+        records, kls, failures, sounds = (
+            [values[row] for row in rows] for values in (self.records, self.reference_kls, self.failures, self.sounds)
+        )
+        seconds = {part: share * value for part, value in self.seconds.items()}
+        return _Made(self.frames[list(rows)], records, kls, seconds, failures, sounds)  # type: ignore[arg-type]
+
 
 class Sampler:
     """Draws samples from the adapter's transformers as they are now."""
@@ -103,16 +112,40 @@ class Sampler:
         size = replace(request.sampling.size, clean_frames=self._adapter.clean_frames)
         return replace(request, sampling=replace(request.sampling, size=size))
 
-    @torch.no_grad()
     def sample(
         self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
     ) -> GeneratedBatch:
         """Makes one batch. `checkpoint` is called before every denoising step (before each one of media) and may raise
         to give the batch up."""
-        request = self._sized(request)
+        return self.sample_together([(request, encoded, rows)], checkpoint)[0]
+
+    @torch.no_grad()
+    def sample_together(
+        self, parts: Sequence[tuple[GenerationRequest, Encoded, Sequence[Row]]], checkpoint: Callable[[], None]
+    ) -> list[GeneratedBatch]:
+        """Makes a batch for each part, all in one forward. Requests of several parts have an equal `forward_key`."""
+        request = self._sized(parts[0][0])
+        rows = [row for _, _, of_part in parts for row in of_part]
         media = [row.media for row in rows if row.media is not None]
-        prompts = encoded.of([row.prompt for row in rows])
-        made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
+        prompts = _joined(
+            [(encoded.of([row.prompt for row in of_part]), len(of_part)) for _, encoded, of_part in parts]
+        )
+        cuts = [len(of_part) for _, _, of_part in parts]
+        made = (
+            self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, cuts, checkpoint)
+        )
+        batches, start = [], 0
+        for (own, encoded, of_part), length in zip(parts, cuts, strict=True):
+            places = list(range(start, start + length))
+            part = made if len(parts) == 1 else made.select(places, length / len(rows))
+            of_prompts = prompts if len(parts) == 1 else tuple(one and one.select(places) for one in prompts)
+            batches.append(self._batch(own, encoded, of_part, part, cast(_Prompts, of_prompts)))
+            start += length
+        return batches
+
+    def _batch(
+        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], made: "_Made", prompts: _Prompts
+    ) -> GeneratedBatch:
         samples = tuple(
             GeneratedSample(
                 row.group, row.index, row.seed, record, frames, sound, self._adapter.fps, reference_kl, failure=failure
@@ -140,13 +173,27 @@ class Sampler:
         return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]}, failures, none)
 
     def _drawn(
-        self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
+        self,
+        request: GenerationRequest,
+        prompts: _Prompts,
+        rows: Sequence[Row],
+        cuts: Sequence[int],
+        checkpoint: Callable[[], None],
     ) -> _Made:
+        """`cuts`: rows of each part, which is decoded alone, so that no part fails by another."""
         with timed(self._adapter.device) as denoise_s, self._precision(request):
             latents, path = self._denoise(request, prompts, rows, checkpoint)
         failures = _failures(latents, "denoised")
         with timed(self._adapter.device) as decode_s:
-            frames, sounds, failures = self._decoded(latents, request.sampling.size, prompts[0], failures)
+            decoded = [
+                self._decoded(part, request.sampling.size, prompts[0].rows(len(rows)).select(places), of_part)
+                if len(cuts) > 1
+                else self._decoded(latents, request.sampling.size, prompts[0], failures)
+                for part, places, of_part in _parts(latents, failures, cuts)
+            ]
+        frames = np.concatenate([part[0] for part in decoded]) if len(cuts) > 1 else decoded[0][0]
+        sounds = [sound for part in decoded for sound in part[1]]
+        failures = [failure for part in decoded for failure in part[2]]
         records: Sequence[Trajectory | FinalLatents | None] = [None] * len(rows)
         if request.record == "steps":
             records = _trajectories(path, request, self._schedule(request))
@@ -261,6 +308,26 @@ def _course(schedule: Schedule, request: GenerationRequest) -> _Course:
     sigmas = torch.cat([schedule.sigmas[:start], late])
     timesteps = torch.cat([schedule.timesteps[:start], 1000 * late[:-1]])
     return _Course(Schedule(timesteps, sigmas), start)
+
+
+def _joined(parts: Sequence[tuple[_Prompts, int]]) -> _Prompts:
+    """Prompts of several batches of so many rows, as those of one."""
+    if len(parts) == 1:
+        return parts[0][0]
+    positive = concat_embeds([prompts[0] for prompts, _ in parts])
+    negatives = [prompts[1].rows(count) for prompts, count in parts if prompts[1] is not None]
+    return positive, concat_embeds(negatives) if negatives else None
+
+
+def _parts(
+    latents: Tensor, failures: Sequence[str], cuts: Sequence[int]
+) -> Iterator[tuple[Tensor, list[int], list[str]]]:
+    """Latents, rows and failures of each part."""
+    start = 0
+    for length in cuts:
+        places = list(range(start, start + length))
+        yield latents[start : start + length], places, [failures[place] for place in places]
+        start += length
 
 
 def _failures(latents: Tensor, how: str) -> list[str]:

@@ -12,12 +12,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+import torch
+
 from flowfleet.errors import Conflict
 from flowfleet.hardware import devices
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateEvent, GenerateRequest
 from flowfleet.rpc.endpoint import MAX_MESSAGE_BYTES
-from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.sampling.publisher import Publisher
 
@@ -26,7 +28,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Generation:
-    engine: RolloutEngine
+    device: torch.device
+    generate: Callable[[GenerationRequest, Callable[[], bool]], AsyncGenerator[GeneratedBatch, None]]
+    """The engine's."""
     publisher: Publisher
     metrics: RolloutMetrics
     wire: GenerateRequest
@@ -60,7 +64,7 @@ class Generation:
         start = time.perf_counter()
         publishing: asyncio.Task[None] | None = None
         try:
-            async with aclosing(self.engine.generate(self.request, self._must_stop)) as batches:
+            async with aclosing(self.generate(self.request, self._must_stop)) as batches:
                 async for batch in batches:
                     self.check()
                     if publishing is not None:
@@ -86,7 +90,7 @@ class Generation:
             self.wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
         )
         self.metrics.encoded(self.wire.job_id, batch.prompts)
-        self.metrics.peak_memory(devices.peak_memory_bytes(self.engine.device))
+        self.metrics.peak_memory(devices.peak_memory_bytes(self.device))
         self._count(len(samples), published=True)
         if (profile := batch.profile) is not None:
             if profile.ByteSize() > MAX_MESSAGE_BYTES // 2:

@@ -1,7 +1,7 @@
 """From the wire's GenerateRequest to the engine's request. What a client can get wrong is said here, as ValueError."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast, get_args
 
 from flowfleet.algorithms.registry import STEPS
@@ -11,6 +11,7 @@ from flowfleet.models.settings import Guidance, Renorm, Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis.keys import check_job_id
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling, SequenceSampling
+from services.rollout.engines.turns import Share
 
 MAX_SAMPLES = 65_536
 MAX_STEPS = 1000
@@ -35,6 +36,14 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
     if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
         raise ValueError("reference_kl is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
     return GenerationRequest(groups, sampling, noise, record, request.reference_kl, profile=request.profile)
+
+
+def share_of(request: rollout_pb2.GenerateRequest, key: Hashable | None) -> Share:
+    """Returns what the request's job may have of the engine. `key`: of the forward, as `forward_key`. Raises ValueError."""
+    share = request.share
+    if not (math.isfinite(share.weight) and share.weight >= 0):
+        raise ValueError(f"share.weight = {share.weight}: give a finite number of at least 0; 0 means 1")
+    return Share(request.job_id, share.owner, share.weight or 1.0, None if share.alone else key, share.rows)
 
 
 def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:

@@ -16,6 +16,7 @@ from flowfleet.proto import rollout_pb2
 from flowfleet.redis.keys import check_job_id
 from flowfleet.weights import weights
 from services.rollout.engines.acceleration import QUANTIZATIONS
+from services.rollout.engines.base import RolloutEngine
 
 MAX_WORLD_SIZE: Final = 65_536
 MAX_TIMEOUT_S: Final = 24 * 3600.0
@@ -36,16 +37,36 @@ class Binding:
 
 def read_binding(request: rollout_pb2.InitWeightTransferRequest) -> Binding:
     """Job, model and adapter of a request. Raises ValueError that names the field to change."""
-    check_job_id(request.job_id)
-    _check_model(request.model)
-    if not request.HasField("lora"):
-        return Binding(request.job_id, request.model, None)
-    lora = request.lora
+    return _binding(request.job_id, request.model, request.lora if request.HasField("lora") else None)
+
+
+def read_adapter(job_id: str, adapter: rollout_pb2.Adapter, engine: RolloutEngine) -> Binding:
+    """The same of an adapter that a replica with that engine is to fetch."""
+    if not engine.slots:
+        raise ValueError(f"adapter: the engine {engine.name} of this replica serves one job at a time: publish to it")
+    if adapter.lora.merged:
+        raise ValueError("adapter.lora.merged: a merged adapter changes the base, which jobs share: publish it")
+    return _binding(job_id, adapter.model, adapter.lora)
+
+
+def base_of(adapter: rollout_pb2.Adapter) -> tuple[bytes, tuple[str, ...]]:
+    """Returns what adapters of one replica have in common: the model, whatever computes with it, and the targets."""
+    model = rollout_pb2.ModelSpec()
+    model.CopyFrom(adapter.model)
+    model.ClearField("threads")
+    return model.SerializeToString(deterministic=True), tuple(sorted(adapter.lora.target_modules))
+
+
+def _binding(job_id: str, model: rollout_pb2.ModelSpec, lora: rollout_pb2.LoraSpec | None) -> Binding:
+    check_job_id(job_id)
+    _check_model(model)
+    if lora is None:
+        return Binding(job_id, model, None)
     if not 0 < lora.rank <= MAX_RANK or not (math.isfinite(lora.alpha) and lora.alpha > 0):
         raise ValueError(f"lora: give a rank of 1 to {MAX_RANK} and a finite alpha above 0")
     if not lora.target_modules or not all(lora.target_modules):
         raise ValueError("lora.target_modules: name at least one module, none of them empty")
-    return Binding(request.job_id, request.model, lora)
+    return Binding(job_id, model, lora)
 
 
 def read_group(

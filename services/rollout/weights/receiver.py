@@ -4,6 +4,9 @@ What has begun to change the model is never cut short by a caller who goes away:
 recorded. But a broadcast, or a group that forms, has no end without the trainer: when the caller goes away the group is
 left, so that the next one need not wait for the timeout. Whatever fails leaves the replica without verified weights.
 
+A replica that samples for several jobs pulls: it fetches the adapter of a request that it lacks, from the blob store or
+from a cache in host memory, and puts it into a slot, while it samples with the others.
+
 DataLoss says that the group broke by another member's fault; the trainer lays every other failure to this replica.
 """
 
@@ -13,10 +16,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flowfleet.data.blobs import BlobStore
+from flowfleet.data.replicas import VANISHED
 from flowfleet.errors import Conflict, DataLoss, Unavailable
 from flowfleet.job.fingerprints import CHANGED, differ, fingerprint
 from flowfleet.models.registry import family_of
@@ -26,7 +31,9 @@ from flowfleet.weights import weights
 from flowfleet.weights.lora import adapter_from_bytes
 from flowfleet.weights.transfer import GroupBroken, TransferMember
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.weights.binding import Binding, read_binding, read_group
+from services.rollout.weights.binding import Binding, base_of, read_adapter, read_binding, read_group
+from services.rollout.weights.cache import AdapterCache
+from services.rollout.weights.slots import Key
 from services.rollout.weights.state import Attempts, Phase, WeightState
 
 log = logging.getLogger(__name__)
@@ -42,8 +49,15 @@ class WeightReceiver:
         blobs: BlobStore,
         settled: Callable[[], Awaitable[object]],
         peers: Peers,
+        released: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
+        """`released()` waits until some sample ends."""
         self._engine = engine
+        self._released = released or settled
+        self._cache = AdapterCache(blobs)
+        self._pulls: dict[Key, asyncio.Task[None]] = {}
+        self._base: tuple[bytes, tuple[str, ...]] | None = None
+        """Model and targets that the slots' adapters share."""
         self._state = state
         self._blobs = blobs
         self._settled = settled
@@ -87,6 +101,60 @@ class WeightReceiver:
         """Verifies and serves. Repeating it for the version served is fine."""
         await self._lock.acquire()
         await self._to_the_end(self._finish(request))
+
+    async def pull(self, key: Key, adapter: rollout_pb2.Adapter) -> None:
+        """Returns when the weights are ready, unless others took their slot meanwhile."""
+        if self._state.draining:
+            raise Unavailable("this replica is draining: call another")
+        if self._state.is_ready(key):
+            return
+        self._attempts.admit(key.job_id, adapter.attempt)
+        if key not in self._pulls:
+            self._pulls[key] = asyncio.create_task(self._pull(key, adapter))
+            self._pulls[key].add_done_callback(partial(self._pulled, key))
+        await asyncio.shield(self._pulls[key])
+
+    def _pulled(self, key: Key, task: asyncio.Task[None]) -> None:
+        del self._pulls[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("adapter of version %d not pulled: %s", key.version, error, extra={"job": key.job_id})
+
+    async def _pull(self, key: Key, adapter: rollout_pb2.Adapter) -> None:
+        binding = read_adapter(key.job_id, adapter, self._engine)
+        tensors = await self._cache.get(key, adapter.blob)
+        async with self._lock:
+            await self._share(binding, adapter)
+            while (slot := self._state.slots.place()) is None:
+                await self._released()
+            try:
+                digest = await self._engine.hold(slot, adapter, tensors)
+                if digest != key.digest:
+                    self._cache.forget(key)
+                    raise Conflict(
+                        f"{VANISHED} of version {key.version} with the digest {key.digest[:12]}, but one with "
+                        f"{digest[:12]}: publish it again"
+                    )
+            except BaseException:
+                self._state.slots.abandon(slot)
+                raise
+            self._state.put(key, slot)
+        log.info("version %d is ready, digest %s", key.version, digest[:12], extra={"job": key.job_id})
+
+    async def _share(self, binding: Binding, adapter: rollout_pb2.Adapter) -> None:
+        """Makes the base of an adapter live, if another one is, once nothing samples."""
+        base = base_of(adapter)
+        if self._state.phase is Phase.SHARING and base == self._base:
+            return
+        folder = await self._peers.model(binding.model.path, binding.model.fingerprint)
+        model = await asyncio.to_thread(_local, binding.model, folder)
+        self._binding = None
+        self._state.bind("")
+        await self._settled()
+        self._state.touch()
+        await self._engine.share(rollout_pb2.Adapter(model=model, lora=adapter.lora))
+        self._base = base
+        self._state.share()
+        log.info("shares %s", binding.model.path)
 
     def close(self) -> None:
         """Leaves the transfer group for good."""

@@ -12,6 +12,9 @@ the next `finish`, never while samples are in flight; `epoch` rises at each `tou
 
 A job that averages its weights has two kinds of one version: those that sample, and those that are evaluated, which
 means validated and exported. A replica serves one of them at a time, and rejects requests for the other.
+
+A replica that samples for several jobs is SHARING: its base stays, and adapters come and go in `slots`, each with
+tickets of its own. `share` leads there from any state, and an update back.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from enum import Enum
 
 from flowfleet.errors import Conflict, Unavailable
 from flowfleet.lru import LruCache
+from services.rollout.weights.slots import Key, Slots
 
 
 class Phase(Enum):
@@ -31,6 +35,8 @@ class Phase(Enum):
     """Weights in flight: takes no prompt."""
     SERVING = "serving"
     """Serves one version of one job."""
+    SHARING = "sharing"
+    """Samples for all jobs whose adapters are in its slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +46,18 @@ class Ticket:
     job_id: str
     version: int
     epoch: int
+    key: Key | None = None
+    """Weights in a slot; None where the replica serves one job."""
+    slot: int = 0
 
 
 class WeightState:
     """Phase, binding and version of one replica. Its methods are the events; illegal ones raise Conflict. `on_change`
     is called when the replica says something else of itself."""
 
-    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None, slots: int = 0) -> None:
         self._on_change = on_change
+        self.slots = Slots(slots)
         self.phase = Phase.IDLE
         self.draining = False
         self.job_id = ""
@@ -66,7 +76,21 @@ class WeightState:
     @property
     def name(self) -> str:
         """Name of the phase, or "draining"."""
+        if self.phase is Phase.SHARING and not self.draining:
+            return "serving" if self.held else "idle"
         return "draining" if self.draining else self.phase.value
+
+    @property
+    def held(self) -> list[Key]:
+        """Returns all weights that are ready; those used last come first."""
+        if self.phase is Phase.SHARING:
+            return self.slots.ready
+        is_serving = self.phase is Phase.SERVING
+        return [Key(self.job_id, self.version, self.evaluated, self.digest)] if is_serving else []
+
+    def is_ready(self, key: Key) -> bool:
+        """Returns True if samples may begin on these weights now."""
+        return key in self.held
 
     def admit(
         self, job_id: str, version: int, num_samples: int, *, evaluated: bool = False, digest: str = ""
@@ -75,6 +99,8 @@ class WeightState:
         Conflict if it does not serve them, Unavailable if it is draining."""
         if self.draining:
             raise Unavailable("this replica is draining: call another")
+        if self.phase is Phase.SHARING:
+            return self._admit_shared(Key(job_id, version, evaluated, digest), num_samples)
         if self.phase is Phase.UPDATING:
             raise Conflict(
                 f"weights are being updated to {self._held} of job {self.job_id}: ask again once GetStatus says SERVING"
@@ -94,10 +120,29 @@ class WeightState:
         self.in_flight += num_samples
         return Ticket(job_id, version, self.epoch)
 
-    def release(self, num_samples: int) -> None:
+    def _admit_shared(self, key: Key, num_samples: int) -> Ticket:
+        if not self.is_ready(key):
+            raise Conflict(
+                f"this replica has {len(self.held)} adapters ready, not {_named(key.version, key.evaluated)} of job "
+                f"{key.job_id}: send the request with its adapter"
+            )
+        slot = self.slots.take(key, num_samples)
+        self.in_flight += num_samples
+        return Ticket(key.job_id, key.version, self.epoch, key, slot)
+
+    def release(self, num_samples: int, ticket: Ticket | None = None) -> None:
         """Admitted samples are finished or dropped."""
         self.in_flight -= num_samples
         assert self.in_flight >= 0
+        if ticket is not None and ticket.key is not None:
+            self.slots.release(ticket.key, num_samples)
+
+    def is_overtaken(self, ticket: Ticket) -> bool:
+        """Returns True if newer weights wait for the ticket's samples, or are ready in another slot."""
+        key = ticket.key
+        if key is None or self.phase is not Phase.SHARING:
+            return self.phase is Phase.UPDATING
+        return self.slots.newest(key.job_id, evaluated=key.evaluated) > key.version
 
     def check(self, ticket: Ticket) -> None:
         """Raises Conflict if weights may have changed since the ticket was given: its samples carry no version."""
@@ -108,6 +153,20 @@ class WeightState:
         """The replica now belongs to a job: it has the base model, and no verified weights. "" is none."""
         self.job_id, self.version, self.evaluated = job_id, 0, False
         self.forget()
+
+    def share(self) -> None:
+        """The base is live, and adapters go into slots from now on."""
+        assert not self.in_flight
+        self.job_id, self.version, self.evaluated, self.digest = "", 0, False, ""
+        self.slots.clear()
+        self.phase = Phase.SHARING
+        self._on_change()
+
+    def put(self, key: Key, slot: int) -> None:
+        """The adapter in that slot was verified: serves it next to the others."""
+        self.slots.put(key, slot)
+        self.job_id, self.version, self.evaluated, self.digest = key.job_id, key.version, key.evaluated, key.digest
+        self._on_change()
 
     def forget(self) -> None:
         """Stops admission; the live weights are unknown, or about to be."""

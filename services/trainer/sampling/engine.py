@@ -45,6 +45,7 @@ class SharingEngine(DiffusersEngine):
         spec, ranks = trained.spec, trained.ranks
         pulse = Pulse(spec.timeouts.hang_s, shared=True)
         super().__init__(ranks.device, max_batch=MAX_BATCH, threads=num_threads(spec, ranks), pulse=pulse)
+        self.slots = 0
         self._trained, self._turns, self._shared = trained, turns, shared
         self._is_short = False
         """True once samples had no room next to what updates hold."""

@@ -27,7 +27,14 @@ METHODS = tuple(
 )
 OF_TRAINERS = {
     f"/flowfleet.v1.RolloutService/{name}"
-    for name in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
+    for name in (
+        "GetStatus",
+        "InitWeightTransfer",
+        "StartWeightUpdate",
+        "UpdateWeights",
+        "FinishWeightUpdate",
+        "PullAdapter",
+    )
 } | {"/flowfleet.v1.RewardService/Describe", "/flowfleet.v1.RewardService/ScoreWithGradient"}
 """What services/trainer/publishing/replicas.py and services/trainer/step/gradients/client.py call."""
 
