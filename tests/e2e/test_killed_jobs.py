@@ -1,4 +1,4 @@
-"""Seeded kills while four jobs run side by side: each ends with the weights of the same job alone, bit for bit.
+"""Seeded kills while four jobs share two replicas: each ends with the weights of the same job alone, bit for bit.
 
 KILLS and KILL_SEED choose a longer run or another order.
 """

@@ -16,6 +16,8 @@ from flowfleet.proto import rollout_pb2
 
 MISSED_ASKS = 3
 
+SETTLED = (Health.IDLE, Health.SERVING)
+
 Verified = Callable[[int, str], bool]
 """True if a job published this version's weights with this digest."""
 
@@ -26,6 +28,17 @@ _HEALTH = {
     rollout_pb2.ROLLOUT_STATE_UPDATING: Health.UPDATING,
     rollout_pb2.ROLLOUT_STATE_DRAINING: Health.DRAINING,
 }
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Newest adapter of a job, which any replica of its pool that samples for several jobs fetches with a request."""
+
+    pool: str
+    version: int
+    evaluated: bool
+    digest: str
+    adapter: rollout_pb2.Adapter
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,12 @@ class Replica:
     """Times in a row that it was asked and did not answer."""
     doubted: bool = False
     """Needs a direct status check: its record is stale or contradicted."""
+    slots: int = 0
+    """Adapters that it can have ready at once; 0: it serves one job at a time."""
+    held: frozenset[str] = frozenset()
+    """Jobs whose weights it has ready, where it samples for several."""
+    offer: Offer | None = None
+    """Adapter that it is lent for."""
 
     def serves(self, job_id: str, low: int, high: int, *, evaluated: bool = False) -> bool:
         ready = self.health is Health.SERVING and (self.job_id, self.evaluated) == (job_id, evaluated)
@@ -78,6 +97,10 @@ class Fleet:
         """Jobs whose trainer updates or publishes, how often at once: its ranks get no prompt, where rollouts sample as
         well."""
         self.touched: set[str] = set()
+        self.offers: dict[str, Offer] = {}
+        """Newest adapters by job, of jobs that share replicas."""
+        self._lent: Counter[tuple[str, str]] = Counter()
+        """Samples outstanding by replica and job."""
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -111,7 +134,8 @@ class Fleet:
         if known is None:
             return
         health = _HEALTH.get(status.state, Health.UNKNOWN)
-        self._put(_told(known, status, health, status.policy_version, status.weights_digest))
+        told = _told(known, status, health, status.policy_version, status.weights_digest)
+        self._put(replace(told, held=frozenset(held.job_id for held in status.held), slots=status.slots))
 
     def missed(self, replica_id: str, *, lost: bool = False) -> None:
         """It did not answer, or (`lost`) a call broke: no prompt until it answers again."""
@@ -121,8 +145,11 @@ class Fleet:
             gone = lost or missed >= MISSED_ASKS
             self._put(replace(known, missed=missed, health=Health.LOST if gone else known.health, doubted=True))
 
-    def charge(self, replica_id: str, samples: int) -> None:
-        """Adds to what is outstanding; negative when done."""
+    def charge(self, replica_id: str, samples: int, job_id: str = "") -> None:
+        """Adds to what is outstanding, of a job; negative when done."""
+        self._lent[replica_id, job_id] += samples
+        if self._lent[replica_id, job_id] <= 0:
+            del self._lent[replica_id, job_id]
         known = self._replicas.get(replica_id)
         if known is not None:
             self._put(replace(known, outstanding=max(0, known.outstanding + samples)))
@@ -132,6 +159,11 @@ class Fleet:
     ) -> Replica | None:
         """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
         samples outstanding; in the pool `idle`, none: what waits there waits for an update."""
+        offer = self.offers.get(job_id)
+        if offer is not None:
+            return (
+                self._choose_shared(job_id, offer, limit) if self._fits(job_id, offer, low, high, evaluated) else None
+            )
         of_job = self._by_job.get(job_id, {}).values()
         able = [
             r
@@ -142,13 +174,35 @@ class Fleet:
         ]
         return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
 
+    def _choose_shared(self, job_id: str, offer: Offer, limit: int) -> Replica | None:
+        """The least loaded replica, of those that have less than `limit` samples of the job; rather one that has
+        weights of the job."""
+        of_pool = self._by_pool.get(offer.pool, {}).values()
+        able = [r for r in of_pool if r.slots and r.health in SETTLED and self._lent[r.replica_id, job_id] < limit]
+        best = min(able, key=lambda r: (r.outstanding, job_id not in r.held, r.replica_id), default=None)
+        if best is None:
+            return None
+        return replace(best, version=offer.version, evaluated=offer.evaluated, digest=offer.digest, offer=offer)
+
+    def _fits(self, job_id: str, offer: Offer, low: int, high: int, evaluated: bool) -> bool:
+        verified = self.verified.get(job_id)
+        known = verified is None or verified(offer.version, offer.digest)
+        return known and low <= offer.version <= high and offer.evaluated == evaluated
+
+    def shares(self, pool: str) -> bool:
+        """True if every live replica of a pool samples for several jobs."""
+        live = [r for r in self._by_pool.get(pool, {}).values() if r.live]
+        return bool(live) and all(r.slots for r in live)
+
     def behind(self, pool: str, job_id: str, version: int, *, evaluated: bool = False) -> list[Replica]:
         """Live replicas of a pool that settled on something else than these weights of this version of this job."""
-        settled = [r for r in self.live(pool) if r.health in (Health.IDLE, Health.SERVING)]
+        settled = [r for r in self.live(pool) if r.health in SETTLED]
         return [r for r in settled if not self._serves(r, job_id, version, version, evaluated)]
 
     def num_devices(self, job_id: str, pool: str) -> int:
         """Accelerators that live replicas of a pool that serve a job run on; on CPUs, processes."""
+        if job_id in self.offers:
+            return num_devices(r for r in self._by_pool.get(pool, {}).values() if job_id in r.held)
         return num_devices(r for r in self._by_job.get(job_id, {}).values() if r.pool == pool)
 
     def live(self, pool: str) -> list[Replica]:
@@ -184,6 +238,8 @@ class Fleet:
         known = self._replicas.get(replica_id)
         if known is not None and (known.pool, known.job_id) != (replica.pool, replica.job_id):
             self._forget(replica_id)
+        if known is None or known.health is not replica.health:
+            self.touched |= {job_id for job_id, offer in self.offers.items() if offer.pool == replica.pool}
         self._replicas[replica_id] = replica
         self._by_pool[replica.pool][replica_id] = replica
         self._by_job[replica.job_id][replica_id] = replica
@@ -208,7 +264,9 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
     if known.missed and known.incarnation == record.incarnation:
         return replace(known, pool=record.pool, samples_total=record.samples_total)
     health = Health(record.state) if record.state in set(Health) else Health.UNKNOWN
-    return replace(_told(known, record, health, record.version, record.digest), pool=record.pool)
+    held = (name.partition("/")[0] for name in record.held.split())
+    told = _told(known, record, health, record.version, record.digest)
+    return replace(told, pool=record.pool, held=frozenset(held), slots=record.slots)
 
 
 def _told(

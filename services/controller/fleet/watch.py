@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 from redis.asyncio import Redis
@@ -23,10 +23,11 @@ from redis.exceptions import RedisError
 from flowfleet.data.replicas import LOOK_COUNT, ReplicaDirectory
 from flowfleet.process.service import secret
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from flowfleet.redis import keys
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import ROLLOUT_TOKEN
 from services.controller.concurrency import end
-from services.controller.fleet.replicas import Fleet, Replica, Verified
+from services.controller.fleet.replicas import Fleet, Offer, Replica, Verified
 from services.controller.fleet.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class ReplicaQueue:
             raise
 
     def give_back(self, job_id: str, replica: Replica, samples: int) -> None:
-        self._fleet.charge(replica.replica_id, -samples)
+        self._fleet.charge(replica.replica_id, -samples, job_id)
         self.serve(job_id)
 
     def serve(self, job_id: str) -> None:
@@ -94,7 +95,7 @@ class ReplicaQueue:
             while queue and (replica := self._fleet.choose(job_id, *want)) is not None:
                 waiter = queue.popleft()
                 if not waiter.replica.done():
-                    self._fleet.charge(replica.replica_id, waiter.samples)
+                    self._fleet.charge(replica.replica_id, waiter.samples, job_id)
                     waiter.replica.set_result(replica)
             self._tidy(job_id, want)
 
@@ -130,6 +131,7 @@ class FleetWatch:
         self.fleet = Fleet()
         self.turns = Turns()
         self._desk = ReplicaQueue(self.fleet)
+        self._redis = redis
         self._directory = ReplicaDirectory(redis)
         self._poll_s = poll_s
         self._revision = 0
@@ -172,9 +174,40 @@ class FleetWatch:
         """From now on a job's replicas are lent by this as well; None: by the version's number alone."""
         if verified is None:
             self.fleet.verified.pop(job_id, None)
+            self.fleet.offers.pop(job_id, None)
+            self.turns.forget(job_id)
         else:
             self.fleet.verified[job_id] = verified
             self._desk.serve(job_id)
+
+    async def offer(self, job_id: str, offer: Offer | None) -> None:
+        """From now on a job's requests bring this adapter; it is remembered. None: replicas must serve the job."""
+        if offer is None:
+            self.fleet.offers.pop(job_id, None)
+            self.turns.stored.discard(job_id)
+            await self._redis.delete(keys.adapter(job_id))
+            return
+        stored = rollout_pb2.PullAdapterRequest(
+            job_id=job_id,
+            version=offer.version,
+            evaluated=offer.evaluated,
+            weights_digest=offer.digest,
+            adapter=offer.adapter,
+        )
+        await self._redis.set(keys.adapter(job_id), stored.SerializeToString())
+        self._offer(job_id, offer)
+        self._desk.serve(job_id)
+
+    async def recall(self, job_id: str, pool: str) -> None:
+        """Offers the adapter that was stored last, as after a restart."""
+        data: Any = await self._redis.get(keys.adapter(job_id))
+        if data is not None and job_id not in self.fleet.offers:
+            one = rollout_pb2.PullAdapterRequest.FromString(data)
+            self._offer(job_id, Offer(pool, one.version, one.evaluated, one.weights_digest, one.adapter))
+
+    def _offer(self, job_id: str, offer: Offer) -> None:
+        self.fleet.offers[job_id] = offer
+        self.turns.stored.add(job_id)
 
     @contextmanager
     def updating(self, job_id: str) -> Iterator[None]:

@@ -117,7 +117,7 @@ class JobContext(JobCore):
     async def forget(self) -> None:
         """Frees what only a running job needs."""
         await self.refs.release_before(ALL_STEPS)
-        await self.redis.delete(keys.trajectories(self.job_id))
+        await self.redis.delete(keys.trajectories(self.job_id), keys.adapter(self.job_id))
         await self.inputs.forget()
         await forget_gradients(self.directory)
 

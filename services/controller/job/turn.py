@@ -5,7 +5,8 @@
 
 Publish also waits for a running update, after which its version would not be the trainer's any more.
 
-While others wait, a turn covers what is published and validated, and the samples of one step.
+Jobs that share replicas share the turn. While others wait, a turn covers what is published and validated, and the
+samples of one step.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class Turn:
         return uses if is_sampled else {c for c in uses if isinstance(c, Generate) and c.step > self._step}
 
     def _can_publish(self, others: bool, trains: bool) -> bool:
-        """A job without its trainer cannot bring its weights to replicas: it keeps those that it has, as long as no
-        other job waits for them. One whose trainer trains asks for a turn that others want when that has ended."""
-        has_trainer = self._machine.state.trainer_version is not None
+        """A job without its trainer cannot bring its weights to replicas that do not fetch them: it keeps those that it
+        has, as long as no other job waits for them. One whose trainer trains asks for a turn that others want when that
+        has ended."""
+        has_trainer = self._machine.state.trainer_version is not None or self._job_id in self._turns.stored
         if self.is_ours:
             return has_trainer or not others
-        return has_trainer and not (trains and self._turns.is_taken(self._pool))
+        return has_trainer and not (trains and self._turns.is_taken(self._pool, self._job_id))
 
 
 def _uses_replicas(command: Command) -> bool:

@@ -24,6 +24,7 @@ from flowfleet.job.fingerprints import change, inputs_of
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import RELOADED
 from flowfleet.process.telemetry import JobMetrics
+from flowfleet.proto import rollout_pb2
 from flowfleet.redis.trouble import trouble
 from services.controller.concurrency import Changes
 from services.controller.fleet.directory import Directory
@@ -37,6 +38,7 @@ from services.controller.job.reporting.reports import Reports
 from services.controller.job.shadow_queue import ShadowMetrics, ShadowQueue
 from services.controller.job.trainer.client import JobTrainer
 from services.controller.jobs.quarantine import Quarantine
+from services.controller.jobs.queue import WEIGHTS
 from services.controller.jobs.returned import Returned
 from services.controller.jobs.submission.opening import JobData, Unopened, opened
 from services.controller.platforms.launcher import FencedLauncher, stop_for_good
@@ -196,7 +198,13 @@ class JobRunner:
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._shared.redis, self._shared.settings.blobs, self._shared.registry)
         deal = Deal(data.training, Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step))
-        pool = RolloutPool(self._shared.fleet, record.id, spec, shortage=self._shared.directory.shortage)
+        share = rollout_pb2.Share(
+            owner=record.owner,
+            weight=WEIGHTS[spec.priority] / WEIGHTS["normal"],
+            alone=spec.trainer.deterministic,
+            rows=spec.rollout.batch_size,
+        )
+        pool = RolloutPool(self._shared.fleet, record.id, spec, share=share, shortage=self._shared.directory.shortage)
         scoring = self._scoring(record.id, spec, blobs)
         core = JobCore(record.id, machine, self._shared.store, pool, scoring, directory)
         return JobContext(

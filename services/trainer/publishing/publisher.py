@@ -5,8 +5,9 @@ one. Evaluated weights are the average if the job has one. See `Policies.weights
 
 Full weights go through `broadcast.py`, and so does an adapter if every replica has an accelerator of the trainer's kind
 to itself. Otherwise, or if the broadcast reached no replica, each replica pulls the adapter as a blob, so that replicas
-are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left alone. The
-trainer's own ranks, where they sample, take the adapter in process.
+are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left alone.
+Replicas that are shared with other jobs fetch the adapter into a slot. The trainer's own ranks, where they sample, take
+the adapter in process.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from flowfleet.errors import Conflict
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.trainer_pb2 import PublishResult, PublishWeightsRequest, PublishWeightsResponse
 from services.trainer.commands import Command, Kind
-from services.trainer.model.engine import shared_threads
+from services.trainer.model.engine import lora_spec, model_spec, shared_threads
 from services.trainer.publishing.broadcast import Broadcaster
 from services.trainer.publishing.replicas import ReplicaClient, failures, messages
 from services.trainer.runner import Runner
@@ -50,9 +51,10 @@ class Publisher:
         clients = [ReplicaClient(replica, deadline, attempt, model, threads) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
         ours, others = _own(job, [client for client in clients if client.replica_id not in failed])
-        by_blob = job.engine.is_lora and self._broadcaster.backend(others) == "gloo"
+        by_blob = job.engine.is_lora and (request.shared or self._broadcaster.backend(others) == "gloo")
         shared: Published | None = None
         published: Published | None = None
+        adapter: rollout_pb2.Adapter | None = None
         try:
             async with self._runner.turn():
                 if request.version != job.record.version:
@@ -78,10 +80,14 @@ class Publisher:
                     failed |= await self._give_adapter(job, ours, shared, shared=rollout_pb2.Shared())
             if by_blob:
                 assert published is not None, "rank 0 has it"
-                failed |= await self._give_adapter(job, others, published, adapter=published.adapter)
+                if request.shared:
+                    adapter = _adapter(job, published, model, threads)
+                    failed |= await _pulled(job, others, published, adapter)
+                else:
+                    failed |= await self._give_adapter(job, others, published, adapter=published.adapter)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
-        return _response(request, job, published or shared, failed, clients, time.monotonic() - start)
+        return _response(request, job, published or shared, failed, clients, time.monotonic() - start, adapter)
 
     def close(self) -> None:
         """Leaves the transfer group."""
@@ -106,6 +112,30 @@ class Publisher:
         return messages(await failures(clients, give))
 
 
+def _adapter(job: Job, published: Published, fingerprint: str, threads: int) -> rollout_pb2.Adapter:
+    """Where any replica gets what was published."""
+    return rollout_pb2.Adapter(
+        model=model_spec(job.spec, fingerprint, threads),
+        lora=lora_spec(job.spec),
+        blob=published.adapter,
+        attempt=job.checkpoints.fence.attempt,
+    )
+
+
+async def _pulled(
+    job: Job, clients: list[ReplicaClient], published: Published, adapter: rollout_pb2.Adapter
+) -> dict[str, str]:
+    """Has replicas fetch the adapter before they are asked for samples; returns what failed."""
+    request = rollout_pb2.PullAdapterRequest(
+        job_id=job.job_id,
+        version=published.version,
+        evaluated=published.evaluated,
+        weights_digest=published.digest,
+        adapter=adapter,
+    )
+    return messages(await failures(clients, lambda client: client.pull(request)))
+
+
 def _own(job: Job, clients: list[ReplicaClient]) -> tuple[list[ReplicaClient], list[ReplicaClient]]:
     """Splits the clients into the trainer's own ranks and the other replicas."""
     ids = {rank_id(job.job_id, rank) for rank in range(job.spec.trainer.world_size)}
@@ -128,6 +158,7 @@ def _response(
     failed: dict[str, str],
     clients: list[ReplicaClient],
     seconds: float,
+    adapter: rollout_pb2.Adapter | None,
 ) -> PublishWeightsResponse:
     results = [
         PublishResult(replica_id=name, ok=name not in failed, error=failed.get(name, ""))
@@ -155,6 +186,7 @@ def _response(
         seconds=seconds,
         drain_seconds=max((client.drain_s for client in clients), default=0.0),
         update_seconds=update_seconds(clients),
+        adapter=adapter,
     )
 
 

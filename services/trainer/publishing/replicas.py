@@ -92,6 +92,12 @@ class ReplicaClient:
         await self._call(self._stub.FinishWeightUpdate, request)
         self.verified_at = time.monotonic()
 
+    async def pull(self, request: rollout_pb2.PullAdapterRequest) -> None:
+        """Has it fetch an adapter next to those of other jobs."""
+        start = time.monotonic()
+        await self._call(self._stub.PullAdapter, request)
+        self.paused_at, self.verified_at = start, time.monotonic()
+
     def serves(self, job_id: str, published: Published) -> bool:
         """Returns True if the replica's last status shows exactly these weights. The digest alone is not enough: at the
         start the average has the digest of the trained weights, but must not be sampled with."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 from pydantic import ValidationError
 
 from flowfleet.api.profiles import Profile
@@ -26,10 +27,14 @@ async def draw(
     its groups."""
     rows = sum(len(group.indices) for group in request.groups)
     async with job.pool.replica(oldest, newest, rows, evaluated=request.evaluated) as replica:
-        request.policy_version, request.weights_digest = replica.version or 0, replica.digest
+        job.pool.address(request, replica)
         await job.inputs.attach(request, prompts)
         call = job.pool.stub(replica).Generate(request, timeout=job.spec.timeouts.generate_s)
-        answers = [event async for event in call]
+        try:
+            answers = [event async for event in call]
+        except grpc.aio.AioRpcError as error:
+            await job.pool.failed(replica, error.details() or "")
+            raise
     events = [event for event in answers if not event.HasField("profile")]
     for event in answers:
         if event.HasField("profile"):

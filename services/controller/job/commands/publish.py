@@ -25,7 +25,9 @@ async def publish(job: JobContext, updating: asyncio.Lock, version: int, evaluat
     started, responses = time.monotonic(), list[trainer_pb2.PublishWeightsResponse]()
 
     async def give(replicas: Sequence[Replica]) -> None:
-        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
+        request = trainer_pb2.PublishWeightsRequest(
+            job_id=job.job_id, version=version, evaluated=evaluated, shared=job.pool.pulls
+        )
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in replicas)
         responses.append(await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s))
         job.pool.mark_suspect(result.replica_id for result in responses[-1].results if not result.ok)
@@ -35,6 +37,7 @@ async def publish(job: JobContext, updating: asyncio.Lock, version: int, evaluat
     async def tell() -> None:
         if any(result.ok for result in responses[-1].results):
             digest = responses[-1].weights_digest
+            await job.pool.offer(responses[-1], evaluated=evaluated)
             await job.emit(ev.Published(version=version, evaluated=evaluated, digest=digest))
 
     with job.pool.updating():

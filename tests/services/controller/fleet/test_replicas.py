@@ -11,7 +11,7 @@ import pytest
 from flowfleet.api.fleet import Health
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.proto import rollout_pb2
-from services.controller.fleet.replicas import MISSED_ASKS, Fleet
+from services.controller.fleet.replicas import MISSED_ASKS, Fleet, Offer
 
 SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 
@@ -212,3 +212,67 @@ def test_devices_that_share_samples_all_count() -> None:
 
 def _without_number(one: ReplicaRecord) -> dict[str, Any]:
     return {name: value for name, value in asdict(one).items() if name != "num_devices"}
+
+
+def offer(version: int = 3) -> Offer:
+    adapter = rollout_pb2.Adapter(lora=rollout_pb2.LoraSpec(rank=4))
+    return Offer(pool="default", version=version, evaluated=False, digest="d", adapter=adapter)
+
+
+def test_a_job_that_shares_replicas_is_lent_any_of_its_pool_for_its_newest_adapter() -> None:
+    fleet = Fleet()
+    fleet.update(
+        [
+            record("busy", job_id="other", slots=4, held="other/3"),
+            record("fresh", state="idle", job_id="", slots=4),
+            record("single", job_id="job"),
+            record("elsewhere", pool="q", slots=4),
+            record("leaving", state="draining", slots=4),
+        ]
+    )
+    fleet.offers["job"] = offer(version=5)
+    fleet.charge("busy", 4, "other")
+    assert chosen(fleet, 3, 4) is None
+    assert fleet.choose("job", 5, 5, 8, evaluated=True) is None
+    lent = fleet.choose("job", 4, 5, 8)
+    assert lent is not None
+    assert (lent.replica_id, lent.version, lent.digest, lent.offer) == ("fresh", 5, "d", fleet.offers["job"])
+    fleet.charge("fresh", 8, "job")
+    assert chosen(fleet, 5, 5, 8) == "busy"  # samples of others are not the job's
+    fleet.charge("busy", 8, "job")
+    assert chosen(fleet, 5, 5, 8) is None
+    fleet.charge("busy", -8, "job")
+    assert chosen(fleet, 5, 5, 8) == "busy"
+    fleet.verified["job"] = lambda version, digest: digest == "another"
+    assert chosen(fleet, 5, 5, 8) is None
+
+
+def test_of_equally_loaded_replicas_one_that_has_the_jobs_weights_is_chosen() -> None:
+    fleet = Fleet()
+    fleet.update([record("a", slots=4, held="other/3"), record("b", slots=4, held="job/4 other/3")])
+    fleet.offers["job"] = offer()
+    assert chosen(fleet) == "b"
+    assert fleet.num_devices("job", "default") == 1
+
+
+def test_a_pool_shares_replicas_if_all_that_live_can() -> None:
+    fleet = Fleet()
+    assert not fleet.shares("default")
+    fleet.update([record("a", slots=4)])
+    assert fleet.shares("default")
+    fleet.update([record("b")])
+    assert not fleet.shares("default")
+    fleet.update([record("b", state="draining")])
+    assert fleet.shares("default")
+
+
+def test_jobs_that_share_a_pool_hear_of_a_replica_that_comes_or_goes() -> None:
+    fleet = Fleet()
+    fleet.offers["job"] = offer()
+    fleet.update([record("a", job_id="other", slots=4)])
+    assert "job" in fleet.touched
+    fleet.touched.clear()
+    fleet.update([record("a", job_id="other", slots=4, samples_total=5)])
+    assert "job" not in fleet.touched
+    fleet.missed("a", lost=True)
+    assert "job" in fleet.touched

@@ -173,3 +173,50 @@ def test_validations_and_publications_belong_to_the_turn(command: Command) -> No
     assert turn.startable({command, TrainStep(0)}, set()) == {TrainStep(0)}
     turns.leave("default", "b")
     assert turn.startable({command, TrainStep(0)}, set()) == {command, TrainStep(0)}
+
+
+def shared(turns: Turns, bases: dict[str, str]) -> None:
+    for job, base in bases.items():
+        turns.share(job, base, lambda: True)
+
+
+def test_jobs_on_one_base_share_a_turn_until_another_base_waits() -> None:
+    turns, told = Turns(), list[str]()
+    shared(turns, {"a": "x", "b": "x", "c": "y", "d": "x", "full": ""})
+
+    def take(job: str) -> bool:
+        return turns.take("p", job, lambda: told.append(job))
+
+    assert take("a")
+    assert not turns.is_taken("p", "b")
+    assert take("b")
+    assert not turns.is_wanted("p")
+    assert turns.is_shared("a")
+    assert turns.is_taken("p", "c")
+    assert not take("c")
+    assert turns.is_wanted("p")
+    assert not take("d")  # would let c starve
+    assert not take("full")
+    turns.leave("p", "a")
+    assert not told
+    turns.leave("p", "b")
+    assert told == ["c"]
+    assert not take("b")  # with d, after c
+    turns.leave("p", "c")
+    assert sorted(told) == ["b", "c", "d"]
+    turns.leave("p", "d")
+    turns.leave("p", "b")
+    assert told[-1] == "full"
+
+
+def test_jobs_share_no_turn_while_a_replica_of_their_pool_serves_one_job() -> None:
+    turns, may = Turns(), [False]
+    for job in ("a", "b"):
+        turns.share(job, "x", lambda: may[0])
+    assert turns.take("p", "a", lambda: None)
+    assert not turns.take("p", "b", lambda: None)
+    turns.leave("p", "b")
+    turns.leave("p", "a")
+    may[0] = True
+    assert turns.take("p", "a", lambda: None)
+    assert turns.take("p", "b", lambda: None)
