@@ -1,6 +1,6 @@
 """Seeded kills while four jobs share two replicas: each ends with the weights of the same job alone, bit for bit.
 
-KILLS and KILL_SEED choose a longer run or another order.
+KILLS, KILL_STEPS and KILL_SEED choose another length or order.
 """
 
 import json
@@ -24,7 +24,7 @@ MakeJob = Callable[..., dict[str, Any]]
 
 KILLS, SEED = int(os.environ.get("KILLS", "6")), int(os.environ.get("KILL_SEED", "7"))
 JOBS, SAMPLES = 4, 24
-STEPS = 4 + 2 * KILLS
+STEPS = int(os.environ.get("KILL_STEPS", 4 + 2 * KILLS))
 SETTINGS = {"schedule.steps": STEPS, "schedule.validate_every": STEPS, "trainer.deterministic": True}
 KINDS = ("controller", "redis", "rollout-0", "rollout-1", "agent", "rank")
 
@@ -82,4 +82,4 @@ def test_killed_jobs_end_as_the_same_jobs_alone(make_fleet: Callable[..., Any], 
             assert not job.results["samples_dropped"]
         wait_until(lambda: not places(fleet))
         for number, job in enumerate(ended):
-            assert weights(fleet.run(small_job(**SETTINGS, seed=number))) == weights(job)
+            assert weights(fleet.run(small_job(**SETTINGS, seed=number), 300 + 30 * KILLS)) == weights(job)

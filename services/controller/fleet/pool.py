@@ -143,8 +143,8 @@ class RolloutPool:
 
 
 def base_of(spec: JobSpec) -> str:
-    """Returns what jobs that share replicas have in common; "" for a job that has its replicas to itself: it trains all weights
-    or merges its adapter into them, or its trainer's ranks sample as well."""
+    """Returns what jobs that share replicas have in common; "" for a job that has its replicas to itself: it trains all
+    weights or merges its adapter into them, or its trainer's ranks sample as well."""
     model, rollout, trainer = spec.model, spec.rollout, spec.trainer
     if trainer.mode != "lora" or rollout.adapter == "merged" or trainer.samples != "no":
         return ""

@@ -261,8 +261,8 @@ class RolloutEngine(ABC):
 
 
 def forward_key(request: GenerationRequest) -> Hashable | None:
-    """Returns what requests must have in common to share a forward; None for one that shares none: its condition images, media
-    or tokens shape the forward."""
+    """Returns what requests must have in common to share a forward; None for one that shares none: its condition
+    images, media or tokens shape the forward."""
     if request.sequence is not None or any(group.images or group.media for group in request.groups):
         return None
     return replace(request.sampling, negative_prompt=""), request.noise, request.record, request.reference_kl

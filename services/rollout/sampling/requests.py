@@ -39,7 +39,7 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
 
 
 def share_of(request: rollout_pb2.GenerateRequest, key: Hashable | None) -> Share:
-    """Returns what the request's job may have of the engine. `key`: of the forward, as `forward_key`. Raises ValueError."""
+    """Returns what the request's job may have of the engine. `key`: that of the forward. Raises ValueError."""
     share = request.share
     if not (math.isfinite(share.weight) and share.weight >= 0):
         raise ValueError(f"share.weight = {share.weight}: give a finite number of at least 0; 0 means 1")
