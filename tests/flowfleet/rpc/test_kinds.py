@@ -135,7 +135,8 @@ async def test_a_jobs_token_is_a_trainers_until_a_later_attempt_calls(
     if per_kind:
         monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
     token, of_no_job = service.RPC_TOKEN, expected("trainer", Code.PERMISSION_DENIED)
-    of_no_job |= {method: Code.PERMISSION_DENIED for method in of_no_job if "Weight" in method}  # their job_id is ""
+    about_jobs = {method for method in of_no_job if "Weight" in method or "PullAdapter" in method}
+    of_no_job |= dict.fromkeys(about_jobs, Code.PERMISSION_DENIED)  # their job_id is ""
     async with served() as address:
         for admitted in (first, of_other, second):
             assert await asked_with(admitted[token], address) == of_no_job
