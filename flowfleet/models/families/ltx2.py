@@ -213,14 +213,19 @@ class LTX2Adapter(VideoAdapter):
 
     @torch.no_grad()
     def decode_sound(self, latents: Tensor, size: Size) -> tuple[Tensor, int]:
-        vae, length = self.pipeline.audio_vae, self._num_sounds(size)
-        tokens = latents[:, self.part_lengths(size)[0] :].to(self.device, torch.float32)
-        tokens = tokens.reshape(len(latents), length, -1) * vae.latents_std.float() + vae.latents_mean.float()
-        planes = LTX2Pipeline._unpack_audio_latents(tokens, length, num_mel_bins=self._sound_bins)
-        waves = self.pipeline.vocoder(vae.decode(planes.to(vae.dtype), return_dict=False)[0]).float()
+        waves = self.waves(latents[:, self.part_lengths(size)[0] :], size)
         if not bool(waves.isfinite().all()):
             raise NotFinite("the vocoder makes NaN or infinite sound: check its weights, or set model.dtype")
         return waves.clamp(-1, 1).cpu(), int(self.pipeline.vocoder.config.output_sampling_rate)
+
+    def waves(self, latents: Tensor, size: Size) -> Tensor:
+        """(B, channels, samples) float32 of the sound's part of latents; gradients flow."""
+        vae, length = self.pipeline.audio_vae, self._num_sounds(size)
+        tokens = latents.to(self.device, torch.float32)
+        tokens = tokens.reshape(len(latents), length, -1) * vae.latents_std.float() + vae.latents_mean.float()
+        planes = LTX2Pipeline._unpack_audio_latents(tokens, length, num_mel_bins=self._sound_bins)
+        waves: Tensor = self.pipeline.vocoder(vae.decode(planes.to(vae.dtype), return_dict=False)[0])
+        return waves.float()
 
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         raise ValueError(
