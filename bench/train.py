@@ -164,6 +164,7 @@ def _batch(engine: Engine, options: argparse.Namespace, micro: MicroBatch) -> St
     return StepsBatch(
         rows=micro.rows,
         is_padding=False,
+        size=engine.spec.rollout.size,
         advantages=torch.randn(options.batch, device=device),
         ties=torch.ones(options.batch, device=device),
         prompts=PromptEmbeds.whole(embeds),

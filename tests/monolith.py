@@ -210,6 +210,7 @@ class Monolith:
         return StepsBatch(
             rows=micro.rows,
             is_padding=micro.is_padding,
+            size=self.spec.rollout.size,
             latents=torch.stack([record.latents for record in records], 1).to(device),
             next_latents=torch.stack([record.next_latents for record in records], 1).to(device),
             rollout_log_probs=torch.stack([record.log_probs for record in records], 1).to(device),

@@ -57,6 +57,9 @@ class DataPart(Part):
     """Column of the prompts."""
     ignore_columns: tuple[str, ...] = ()
     """Columns that are left out. All others but `images`, `negative_prompt` and `metadata` become metadata."""
+    size_column: Annotated[str | None, AfterValidator(_own_column)] = Field(default=None, min_length=1)
+    """Column of the samples' widths and heights, as "768x512". A line without has rollout.width and height, which have
+    the most pixels. A batch is one group then, whatever rollout.batch_size is. Unset: all samples have one size."""
     sources: tuple[SourcePart, ...] = Field(default=(), max_length=MAX_SOURCES)
     """Several sources, in place of `train` and `validation`: a `[[data.sources]]` each."""
 
@@ -81,7 +84,7 @@ class DataPart(Part):
     @property
     def each(self) -> tuple[Source, ...]:
         """Lists the sources; `train` and `validation` are one without a name."""
-        columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns))
+        columns = Columns("prompts", self.prompt_column, frozenset(self.ignore_columns), size=self.size_column or "")
         if not self.sources:
             return (Source("", "data.train", self.train or "", "data.validation", self.validation, columns),)
         return tuple(

@@ -1,5 +1,6 @@
 """How rollouts sample: `[rollout]` and its tables."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -140,6 +141,10 @@ class RolloutPart(Part):
     @property
     def size(self) -> Size:
         return Size(self.height, self.width, self.num_frames, int(self.from_image))
+
+    def size_of(self, size: tuple[int, int] | None) -> Size:
+        """Size of the samples of a prompt whose line says width and height; those of others have the job's."""
+        return self.size if size is None else replace(self.size, width=size[0], height=size[1])
 
     @property
     def guidance(self) -> Guidance:

@@ -227,6 +227,11 @@ class JobSpec(Part):
             yield from itertools.islice(source.files(self.method.data), 1 if self.is_evaluation else 0, None)
 
     @property
+    def groups_per_request(self) -> int:
+        """Groups of a request: whole ones up to `rollout.batch_size` rows, or one where each has a size of its own."""
+        return 1 if self.data.size_column else max(1, self.rollout.batch_size // self.rollout.group_size)
+
+    @property
     def held_out_per_request(self) -> int:
         """Held-out prompts of one request, all samples of each: no more rows and pixels than a batch of training has,
         unless one prompt's samples are more."""

@@ -71,8 +71,8 @@ class ModelFamily:
     """Several devices of a replica can share the weights of its transformers, and deal a batch's rows, in place of a
     sample's tokens: `_predict` names the transformer's arguments, which are tensors with a row a sample."""
     vae_multiple: int | None = None
-    """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
-    `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""
+    """Height and width are multiples of this many latent pixels; the VAE's configuration says how large these are. None
+    leaves it to the adapter."""
     also_by: tuple[Engine, ...] = ()
     """Engines that sample it besides diffusers, or transformers for text."""
     layout: Layout | None = None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flowfleet.algorithms.settings import NoiseLevelSettings
 from flowfleet.job.spec import JobSpec
@@ -129,13 +130,19 @@ def latent_elements(folder: Path, size: Size) -> int | None:
     try:
         config = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
         channels = config.get("latent_channels") or config["z_dim"]
-        levels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or config["dim_mult"]
-        space = config.get("scale_factor_spatial") or 2 ** (len(levels) - 1)
+        space = pixels_per_latent(config)
         time = config.get("scale_factor_temporal") or 2 ** sum(config.get("temperal_downsample", ()))
         frames = 1 + (size.num_frames - 1) // time - size.clean_frames
         return int(channels * frames * (size.height // space) * (size.width // space))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):  # the adapter will say why
         return None
+
+
+def pixels_per_latent(config: Mapping[str, Any]) -> int:
+    """Pixels that a latent pixel is wide and high, by the VAE's configuration. Raises LookupError where it does not
+    say."""
+    levels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or config.get("dim_mult")
+    return int(config.get("scale_factor_spatial") or 2 ** (len(levels or config["dim_mult"]) - 1))
 
 
 def prompt_bytes(folder: Path, spec: JobSpec) -> int:

@@ -6,6 +6,7 @@ column is dropped silently.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from typing import Any
 
 from flowfleet.prompts.prompt import Kind, Prompt, beside, checked
 
+_SIZE = re.compile(r"\s*([1-9]\d{0,4})\s*[x×]\s*([1-9]\d{0,4})\s*")
 LISTS = ("images", "audio", "video")
 """Columns of paths."""
 _OWN = (*LISTS, "negative_prompt", "metadata")
@@ -34,11 +36,14 @@ class Columns:
     """Names of columns that are left out on purpose."""
     origin: str = ""
     """Name of the job's source that the rows are of."""
+    size: str = ""
+    """Name of the column of sizes, if there is one."""
 
     @property
     def known(self) -> tuple[str, ...]:
         """Names with a meaning."""
-        return (self.prompt, *_OWN, *(_MEDIA if self.kind == "preferences" else ()))
+        own = (*_OWN, self.size) if self.size else _OWN
+        return (self.prompt, *own, *(_MEDIA if self.kind == "preferences" else ()))
 
     def expected(self) -> str:
         """The shape of a row, for messages."""
@@ -100,9 +105,20 @@ def _prompt(
         images=tuple([beside(url, path) for path in images]),
         media=tuple([beside(url, path) for path in pair]),
         negative=_of_type(str, "a text", "negative_prompt", negative),
+        size=_size(columns.size, row[columns.size]) if columns.size in known else None,
         origin=columns.origin,
         source=where,
     )
+
+
+def _size(name: str, value: Any) -> tuple[int, int] | None:
+    """Width and height of a cell; None where it is empty."""
+    if not value:
+        return None
+    found = _SIZE.fullmatch(str(value))
+    if found is None:
+        raise ValueError(f'the column {name!r} holds {value!r}: give width and height, as "768x512"')
+    return int(found[1]), int(found[2])
 
 
 def _of_type(kind: type, wanted: str, name: str, value: Any) -> Any:

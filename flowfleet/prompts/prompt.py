@@ -34,6 +34,8 @@ class Prompt:
     """Name of the job's source that it is of; empty where the job has `data.train`."""
     source: str = field(default="", compare=False)
     """file:line or file:row, for messages."""
+    size: tuple[int, int] | None = None
+    """Width and height of its samples; None: the job's."""
 
 
 def checked(prompt: Prompt) -> Prompt:

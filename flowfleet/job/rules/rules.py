@@ -30,6 +30,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         sampling.sampler,
         sampling.guidance,
         losses.settings,
+        sampling.sizes,
         distillation.problems,
         previews.problems,
         losses.correction,

@@ -147,3 +147,19 @@ def guidance(job: JobSpec) -> Iterator[str]:
         names = ("guidance_interval", "image_guidance_scale", "guidance_renorm")
         settings = tuple(f"rollout.{name}" for name in names)
         yield from unheard(job, settings, "with rollout.guidance_scale = 1: raise that, or leave it out")
+
+
+def sizes(job: JobSpec) -> Iterator[str]:
+    """Checks what goes with sizes by the line of data."""
+    if job.data.size_column is None:
+        return
+    schedule = job.schedule
+    refused = {
+        "a model that writes text: set model.path to one that draws, or": job.writes_tokens,
+        "a loss on gradients of rewards or with teachers: choose another algorithm.name, or": job.trains_on_gradients
+        or bool(job.teachers),
+        "trainer.mesh.sequence above 1: set that to 1, or": job.trainer.mesh.sequence != 1,
+        "schedule.validation_height or validation_width: leave these out, or": schedule.validation_height is not None
+        or schedule.validation_width is not None,
+    }
+    yield from (f"data.size_column does not go with {what} leave it out" for what, holds in refused.items() if holds)

@@ -231,6 +231,6 @@ def whole_batches(job: JobSpec) -> Iterator[str]:
 def _rollout_batches(job: JobSpec) -> int:
     """How many batches of the rollout, cut to micro-batches, a step has where none is dropped."""
     of_group, rows = job.rollout.made_of_group, job.trainer.micro_batch_size
-    groups = max(1, job.rollout.batch_size // job.rollout.group_size)
+    groups = job.groups_per_request
     full, rest = divmod(job.rollout.prompts_per_step, groups)
     return full * math.ceil(groups * of_group / rows) + math.ceil(rest * of_group / rows)

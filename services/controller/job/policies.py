@@ -10,6 +10,7 @@ from flowfleet.algorithms.settings import KlRewardSettings, LengthSettings
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, rollout_pb2
 
 OVERLONG = "/overlong"
@@ -28,8 +29,8 @@ class Policy(Protocol):
     def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
         """How held-out samples are drawn."""
 
-    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
-        """Lists what a training sample must be like."""
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample, prompt: Prompt | None) -> list[Fact]:
+        """Lists what a training sample of a prompt must be like."""
 
     def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
         """Returns what is kept among a sample's scores besides those of its rewards."""
@@ -62,9 +63,9 @@ class FlowPolicy:
             noise=rollout_pb2.Noise(step_type=spec.rollout.noise.type, eta=0.0),
         )
 
-    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
-        rollout = spec.rollout
-        facts: list[Fact] = [("height", sample.height, rollout.height), ("width", sample.width, rollout.width)]
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample, prompt: Prompt | None) -> list[Fact]:
+        rollout, size = spec.rollout, spec.rollout.size_of(prompt.size if prompt else None)
+        facts: list[Fact] = [("height", sample.height, size.height), ("width", sample.width, size.width)]
         if spec.records_steps:
             facts.append(("noisy steps", [*sample.sde_steps], [*trained_steps(spec, sample.id.step)]))
         if spec.method.data == "prompts":
@@ -111,7 +112,7 @@ class SequencePolicy:
     def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
         return rollout_pb2.GenerateRequest(sampling=self._sampling(spec, spec.rollout.sequence.validation_temperature))
 
-    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample, prompt: Prompt | None) -> list[Fact]:
         """Lengths are within limits, since the trainer packs by them."""
         part = spec.rollout.sequence
         return [

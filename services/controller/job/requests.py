@@ -47,7 +47,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
         ],
     )
     request.MergeFrom(policy_of(job.spec).trained(job.spec, step))
-    return request
+    return _sized(request, [prompts[group] for group in wanted])
 
 
 def preview(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
@@ -87,6 +87,15 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
         ],
     )
     request.MergeFrom(policy_of(job.spec).validated(job.spec))
+    return _sized(request, prompts)
+
+
+def _sized(request: rollout_pb2.GenerateRequest, prompts: Sequence[Prompt]) -> rollout_pb2.GenerateRequest:
+    """Sets the size that the prompts' lines say; all prompts of a request have one."""
+    sizes = {prompt.size for prompt in prompts}
+    assert len(sizes) <= 1, "see JobSpec.groups_per_request"
+    for width, height in filter(None, sizes):
+        request.sampling.width, request.sampling.height = width, height
     return request
 
 
@@ -124,7 +133,7 @@ def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
     facts: list[tuple[str, object, object]] = [
         ("job", place.job_id, job.job_id),
         ("seed", sample.seed, sample_seed(spec.seed, place.step, place.group, place.index)),
-        *policy_of(spec).facts(spec, sample),
+        *policy_of(spec).facts(spec, sample, _prompt_of(job, place)),
     ]
     needed = PARTS if spec.rollout.guidance.is_on else PARTS[:-1]
     absent = [part for part in needed if not sample.HasField(part)]
@@ -135,6 +144,11 @@ def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
         facts.append((f"{part}'s size", ref.size_bytes, min(ref.size_bytes, MAX_BLOB_BYTES)))
     wrong = [f"its {what} is {said}, asked for was {asked}" for what, said, asked in facts if said != asked]
     return "; ".join([*wrong, *(f"it has no {part}" for part in absent)])
+
+
+def _prompt_of(job: JobContext, place: common_pb2.SampleId) -> Prompt | None:
+    prompts = job.prompts(place.step) if place.step < job.machine.steps else ()
+    return prompts[place.group] if place.group < len(prompts) else None
 
 
 def scored_or_dropped(spec: JobSpec, sample: common_pb2.Sample, verdict: SampleScore) -> ev.Event:

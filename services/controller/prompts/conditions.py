@@ -9,17 +9,19 @@ ratios share a grid. But the rule needs no model, and users can make data that k
 from functools import cache
 from math import gcd
 
+from flowfleet.media.files import MediaLimits
 from flowfleet.prompts.prompt import Prompt, media_type
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import is_remote
 
 
 class ConditionShapes:
-    """Shapes of one job's conditions: compares each line with the first."""
+    """Shapes of one job's conditions: compares each line with the first of its size."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._first: Prompt | None = None
+        self._firsts: dict[tuple[int, int] | None, Prompt] = {}
+        """First line of each size."""
         self._size = cache(self._read_size)
 
     def problem(self, prompt: Prompt) -> str:
@@ -27,7 +29,7 @@ class ConditionShapes:
 
         Another check names missing files; files that lie elsewhere are read when they are needed.
         """
-        first = self._first = self._first or prompt
+        first = self._firsts.setdefault(prompt.size, prompt)
         if len(prompt.images) != len(first.images):
             return (
                 f"has {len(prompt.images)} condition images, but {first.source} has {len(first.images)}: give every "
@@ -56,7 +58,10 @@ class ConditionShapes:
         """Width and height of a picture on this machine. Raises ValueError if it cannot be read."""
         if is_remote(url) or not self._sources.places.is_file(url):
             return None
-        return self._sources.picture_size(url, media_type(url))
+        size = self._sources.picture_size(url, media_type(url))
+        if excess := MediaLimits().excess(*size, 1):
+            raise ValueError(f"the column 'images' names {url}, a picture of {excess}; give a smaller one")
+        return size
 
 
 def _shape(size: tuple[int, int]) -> str:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from flowfleet.filesystem import writing
 from flowfleet.prompts.formats import MAX_PROMPTS
@@ -40,7 +40,8 @@ class Packer:
 
     def add(self, prompt: Prompt, file: int, line: int) -> None:
         """`file`: number of the file that the prompt is of. Raises ValueError for too many prompts or bytes."""
-        row = [prompt.text, prompt.metadata, prompt.images, prompt.media, prompt.negative, file, line]
+        row: list[Any] = [prompt.text, prompt.metadata, prompt.images, prompt.media, prompt.negative]
+        row += [*([prompt.size] if prompt.size else []), file, line]
         self._rows += json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
         size_bytes = self.size_bytes + len(self._rows)
         if size_bytes > self._limit_bytes or self.count + len(self._entries) == MAX_PROMPTS:
@@ -48,7 +49,7 @@ class Packer:
                 f"a data set has at most {MAX_PROMPTS} rows and {self._limit_bytes} bytes of prompts and metadata: "
                 "leave rows out, or columns by data.ignore_columns"
             )
-        is_more = bool(prompt.images or prompt.media or prompt.negative is not None)
+        is_more = bool(prompt.images or prompt.media or prompt.size or prompt.negative is not None)
         self._entries.append(size_bytes << 1 | is_more)
         if len(self._entries) == _ENTRIES or len(self._rows) > 8 * _ENTRIES:
             self.flush()
@@ -95,11 +96,12 @@ class Prompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(self.num_prompts))]
         begin, end = (entry >> 1 for entry in self._entries(range(self.num_prompts)[index], 2))
-        text, metadata, images, media, negative, file, line = json.loads(
+        text, metadata, images, media, negative, *sizes, file, line = json.loads(
             os.pread(self.descriptor, end - begin, ROWS_AT + begin)
         )
         source = f"{self.files[file]}:{line}"
-        return Prompt(text, metadata, tuple(images), tuple(media), negative, self._origin, source)
+        size = (sizes[0][0], sizes[0][1]) if sizes else None
+        return Prompt(text, metadata, tuple(images), tuple(media), negative, self._origin, source, size)
 
     def telling(self, most: int) -> Iterator[Prompt]:
         """The prompts that are more than text and metadata, and the first `most` of the others, which no check of a job

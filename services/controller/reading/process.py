@@ -176,6 +176,7 @@ def _picture_size(descriptor: int, form: str) -> tuple[int, int]:
     """Width and height as they are shown, by the header alone."""
     from PIL import ExifTags, Image
 
+    Image.MAX_IMAGE_PIXELS = None  # nothing is decoded here; whoever asks says what is too large
     with os.fdopen(os.dup(descriptor), "rb") as file, Image.open(file, formats=[form]) as picture:
         # of the base class: a PNG's own reads all pixels first, for data behind them
         orientation = Image.Image.getexif(picture).get(ExifTags.Base.Orientation)

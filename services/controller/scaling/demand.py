@@ -91,7 +91,6 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
     rollout, batches = machine.spec.rollout, machine.state.batches.values()
     prompts = num_held_out if any(isinstance(command, Validate) for command in machine.commands(most=0)) else 0
     held_out = prompts * machine.spec.schedule.validation_samples
-    groups_per_request = max(1, rollout.batch_size // rollout.group_size)
     open_groups = [len(batch.wanting) for batch in batches]
     return Work(
         work.job_id,
@@ -99,7 +98,7 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
         work.rewards,
         work.uses_rollouts,
         samples=sum(batch.count("wanted") for batch in batches) + held_out,
-        requests=sum(math.ceil(groups / groups_per_request) for groups in open_groups)
+        requests=sum(math.ceil(groups / machine.spec.groups_per_request) for groups in open_groups)
         + math.ceil(prompts / machine.spec.held_out_per_request),
         samples_per_replica=LOOKAHEAD * rollout.batch_size,
         unscored=sum(batch.count("sampled") for batch in batches) + held_out,

@@ -41,6 +41,7 @@ from services.trainer.model.gather import Gather
 from services.trainer.model.kinds import ModelKind, model_kind
 from services.trainer.model.loading import DummySource, Source, fill, fill_by_blocks, fill_parameter
 from services.trainer.model.policies import Policies, Policy
+from services.trainer.model.sizes import Sizes
 from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
@@ -95,6 +96,7 @@ class Engine:
         self.kind = model_kind(spec, self.adapter)
         self.mesh = self._arranged()
         self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
+        self.sizes = Sizes(self.adapter, spec)
         self.experts = dict(self.adapter.experts)
         library = self.adapter.pipeline_class if self.kind.layout.library == "diffusers" else None
         require_trainable(self.experts, library, lora=self.is_lora)
@@ -170,10 +172,8 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """Returns the schedule that rollouts sample with."""
-        rollout = self.spec.rollout
-        schedule: Schedule = self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
-        return schedule
+        """Returns the schedule that rollouts sample the job's size with."""
+        return self.sizes.of(self.spec.rollout.size).schedule
 
     @property
     def is_lora(self) -> bool:

@@ -11,7 +11,7 @@ that compare them.
 
 Deterministic, for losses that recompute the rollout's log-probs: a micro-batch holds the rows of one Generate call
 (whole groups up to `rollout.batch_size` rows, by group number), cut at `micro_batch_size` rows. With both sizes equal
-its forward repeats the rollout's bit for bit.
+its forward repeats the rollout's bit for bit. So it is where lines of data have sizes, since these calls have one each.
 """
 
 import random
@@ -56,11 +56,10 @@ def plan_step(
 
     `pairs`, for losses that need them, holds every sample once.
     """
-    order = sorted(range(len(keys)), key=lambda row: keys[row])
-    if spec.trainer.deterministic and spec.records_steps:
-        parts = _shuffled(_rollout_batches(order, keys, spec), spec, step)
-        return tuple(_dealt(share, world_size) for share in split(parts, _num_updates(parts, spec)))
     units = _units(keys, spec, pairs)
+    if _keeps_batches(spec):
+        parts = _shuffled(_rollout_batches(units, keys, spec), spec, step)
+        return tuple(_dealt(share, world_size) for share in split(parts, _num_updates(parts, spec)))
     size = max(1, spec.trainer.micro_batch_size // max(map(len, units)))
     shares = split(_shuffled(units, spec, step), _num_updates(units, spec))
     return tuple(_divided(sorted(share, key=lambda unit: keys[unit[0]]), size, world_size) for share in shares)
@@ -93,17 +92,20 @@ def _units(keys: Sequence[Key], spec: JobSpec, pairs: Sequence[Pair]) -> list[Un
     return [(row,) for row in order]
 
 
+def _keeps_batches(spec: JobSpec) -> bool:
+    return bool(spec.data.size_column) or (spec.trainer.deterministic and spec.records_steps)
+
+
 def _num_updates(items: Sequence[object], spec: JobSpec) -> int:
     return min(spec.trainer.updates_per_step, len(items))
 
 
-def _rollout_batches(order: Sequence[int], keys: Sequence[Key], spec: JobSpec) -> list[Unit]:
-    groups_each = max(1, spec.rollout.batch_size // spec.rollout.group_size)
-    size = spec.trainer.micro_batch_size
+def _rollout_batches(units: Sequence[Unit], keys: Sequence[Key], spec: JobSpec) -> list[Unit]:
+    size = max(1, spec.trainer.micro_batch_size // max(map(len, units)))
     parts: list[Unit] = []
-    for _, batch in groupby(order, key=lambda row: keys[row][0] // groups_each):
-        rows = tuple(batch)
-        parts += [rows[start : start + size] for start in range(0, len(rows), size)]
+    for _, batch in groupby(units, key=lambda unit: keys[unit[0]][0] // spec.groups_per_request):
+        whole = list(batch)
+        parts += [tuple(chain(*whole[start : start + size])) for start in range(0, len(whole), size)]
     return parts
 
 
@@ -118,7 +120,7 @@ def _redealt(
     updates: Sequence[Update], keys: Sequence[Key], spec: JobSpec, path: tuple[int, int], unit_of: Mapping[int, Unit]
 ) -> tuple[Update, ...]:
     """The same numbers of each rank's units in each update. `path`: step and pass."""
-    keeps_batches = spec.trainer.deterministic and spec.records_steps
+    keeps_batches = _keeps_batches(spec)
     by_rank: list[list[tuple[MicroBatch, ...]]] = []
     for rank in range(len(updates[0].by_rank)):
         before = [update.by_rank[rank] for update in updates]

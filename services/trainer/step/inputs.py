@@ -19,10 +19,12 @@ from flowfleet.data.samples import sample_name
 from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from flowfleet.errors import FlowfleetError, InvalidRequest
 from flowfleet.job.spec import JobSpec
-from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
+from flowfleet.models.settings import Size
 from flowfleet.proto.common_pb2 import BlobRef, Sample
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from services.trainer.model.sizes import Sized, Sizes
 from services.trainer.step.batches import MicroBatch, Update
 
 READERS = 8
@@ -44,6 +46,8 @@ class Batch:
 class FlowBatch(Batch):
     """Inputs that every forward of a flow takes."""
 
+    size: Size
+    """Size of all samples."""
     ties: Tensor
     """(B,) float32: 1 where the KL to the reference counts, else 0."""
     teachers: tuple[str, ...] = ()
@@ -125,10 +129,7 @@ class StepReader(Reader):
 
     def __init__(self, adapter: ModelAdapter, *args: Any) -> None:
         super().__init__(adapter, *args)
-        rollout = self._spec.rollout
-        self._shape = adapter.latent_shape(rollout.size)
-        self._parts = LatentParts.of(adapter.part_lengths(rollout.size), rollout.sound_share)
-        self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        self._sizes = Sizes(adapter, self._spec)
 
     def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
         super().read(request, updates, rank)
@@ -145,25 +146,29 @@ class StepReader(Reader):
             "rows": micro.rows,
             "is_padding": micro.is_padding,
             "advantages": torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
+            "size": self._size(items[0].sample),
             "ties": torch.tensor([float(not item.without_kl) for item in items], device=device),
             "teachers": tuple(item.teacher for item in items),
             "prompts": self._embeds([item.sample.prompt_embeds for item in items]),
             "negative": self._negative(items),
         }
-        records = [self._records[row] for row in micro.rows]
+        records, parts = [self._records[row] for row in micro.rows], self._sizes.of(common["size"]).parts
         steps = [record for record in records if isinstance(record, Trajectory)]
         if steps:
             return StepsBatch(
                 **common,
                 latents=torch.stack([record.latents for record in steps], 1).to(device),
                 next_latents=torch.stack([record.next_latents for record in steps], 1).to(device),
-                rollout_log_probs=torch.stack([self._log_probs(record) for record in steps], 1).to(device),
+                rollout_log_probs=torch.stack([self._log_probs(record, parts) for record in steps], 1).to(device),
             )
         places = tuple(self._place(item) for item in items)
         return FinalBatch(**common, clean=torch.stack([record.latents for record in records]).to(device), places=places)
 
-    def _log_probs(self, record: Trajectory) -> Tensor:
-        return joined(record.log_probs, self._parts) if self._parts else record.log_probs
+    def _log_probs(self, record: Trajectory, parts: LatentParts | None) -> Tensor:
+        return joined(record.log_probs, parts) if parts else record.log_probs
+
+    def _size(self, sample: Sample) -> Size:
+        return self._spec.rollout.size_of((sample.width, sample.height))
 
     def _place(self, item: TrainSample) -> tuple[int, int]:
         loss, sample_id = self._spec.loss, item.sample.id
@@ -185,31 +190,12 @@ class StepReader(Reader):
     def _record(self, row: int) -> Trajectory | FinalLatents:
         sample = self._samples[row].sample
         with naming(sample):
-            data = self._blobs.get(sample.trajectory)
+            data, sized = self._blobs.get(sample.trajectory), self._sizes.of(self._size(sample))
             if not self._spec.records_steps:
                 final = FinalLatents.from_bytes(data)
-                self._check_shape(final.latents.shape)
+                _check_shape(final.latents.shape, sized)
                 return final
-            return self._checked_steps(Trajectory.from_bytes(data), list(sample.sde_steps))
-
-    def _checked_steps(self, trajectory: Trajectory, steps: list[int]) -> Trajectory:
-        if trajectory.step_indices.tolist() != steps:
-            raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, expected {steps}")
-        self._check_shape(trajectory.latents.shape[1:])
-        num_parts = len(self._parts.lengths) if self._parts else 1
-        if trajectory.log_probs.shape[1:].numel() != num_parts:
-            raise InvalidRequest(f"it has log-probs {tuple(trajectory.log_probs.shape)}, but {num_parts} parts")
-        sigmas, sigmas_next = self._schedule.sigmas[steps], self._schedule.sigmas[[step + 1 for step in steps]]
-        if not (torch.equal(trajectory.sigmas, sigmas) and torch.equal(trajectory.sigmas_next, sigmas_next)):
-            raise InvalidRequest(
-                "it was sampled on another schedule than the trainer's: rollout and trainer need the same model folder "
-                "and the same version of diffusers"
-            )
-        return trajectory
-
-    def _check_shape(self, shape: Sequence[int]) -> None:
-        if tuple(shape) != tuple(self._shape):
-            raise InvalidRequest(f"its latents have shape {tuple(shape)}, this job's have {tuple(self._shape)}")
+            return _checked_steps(Trajectory.from_bytes(data), list(sample.sde_steps), sized)
 
     def _prompt_refs(self, row: int) -> list[BlobRef]:
         sample = self._samples[row].sample
@@ -232,3 +218,24 @@ def naming(sample: Sample) -> Iterator[None]:
         raise type(error)(f"sample {name}: {error}") from None
     except ValueError as error:
         raise InvalidRequest(f"sample {name}: {error}") from None
+
+
+def _checked_steps(trajectory: Trajectory, steps: list[int], sized: Sized) -> Trajectory:
+    if trajectory.step_indices.tolist() != steps:
+        raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, expected {steps}")
+    _check_shape(trajectory.latents.shape[1:], sized)
+    num_parts = len(sized.parts.lengths) if sized.parts else 1
+    if trajectory.log_probs.shape[1:].numel() != num_parts:
+        raise InvalidRequest(f"it has log-probs {tuple(trajectory.log_probs.shape)}, but {num_parts} parts")
+    sigmas, sigmas_next = sized.schedule.sigmas[steps], sized.schedule.sigmas[[step + 1 for step in steps]]
+    if not (torch.equal(trajectory.sigmas, sigmas) and torch.equal(trajectory.sigmas_next, sigmas_next)):
+        raise InvalidRequest(
+            "it was sampled on another schedule than the trainer's: rollout and trainer need the same model folder "
+            "and the same version of diffusers"
+        )
+    return trajectory
+
+
+def _check_shape(shape: Sequence[int], sized: Sized) -> None:
+    if tuple(shape) != sized.shape:
+        raise InvalidRequest(f"its latents have shape {tuple(shape)}, this job's have {sized.shape}")

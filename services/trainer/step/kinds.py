@@ -42,7 +42,7 @@ def _flow_problem(sample: Sample, first: Sample, spec: JobSpec) -> str | None:
     if spec.rollout.guidance.is_on and not sample.HasField("negative_embeds"):
         return "it carries no negative embeds, but the job samples with guidance"
     size = Size(sample.height, sample.width, sample.num_frames)
-    if size != spec.rollout.size.whole:
+    if size != spec.rollout.size.whole and not spec.data.size_column:
         return f"it has {_text(size)}, this job's have {_text(spec.rollout.size)}"
     if not spec.records_steps:
         return None

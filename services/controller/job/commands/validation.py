@@ -74,9 +74,11 @@ def _chunks(job: JobContext) -> Iterator[tuple[int, Sequence[Prompt]]]:
     start = 0
     for source in job.held_out:
         of_source = iter(source)
-        while prompts := tuple(itertools.islice(of_source, job.spec.held_out_per_request)):
-            yield start, prompts
-            start += len(prompts)
+        while some := tuple(itertools.islice(of_source, job.spec.held_out_per_request)):
+            for _, of_size in itertools.groupby(some, key=lambda prompt: prompt.size):
+                prompts = tuple(of_size)
+                yield start, prompts
+                start += len(prompts)
 
 
 async def _score(

@@ -299,7 +299,7 @@ class Machine:
     def _bundles(self, batch: Batch) -> Iterator[tuple[int, ...]]:
         """Bundles of whole groups, up to `rollout.batch_size` rows, for one request each; some group in each lacks
         samples."""
-        size, seen = max(1, self.spec.rollout.batch_size // self.spec.rollout.group_size), set[int]()
+        size, seen = self.spec.groups_per_request, set[int]()
         for start in (group - group % size for group in batch.wanting):
             if start not in seen:
                 seen.add(start)

@@ -9,6 +9,7 @@ from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.formats import format_of
 from flowfleet.prompts.hub import is_dataset
 from flowfleet.prompts.prompt import PICTURES, VIDEOS, Prompt, media_type
+from services.controller.jobs.submission.model_checks import pixel_multiple
 from services.controller.prompts.conditions import ConditionShapes
 from services.controller.prompts.sources import Sources
 from services.controller.reading.packed import Prompts
@@ -35,13 +36,14 @@ def prompt_problems(
     spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompts: Prompts
 ) -> Iterable[str]:
     """Names the first problems of a data set's prompts."""
+    multiple = pixel_multiple(spec, family, sources) if family and spec.data.size_column else 1
     told = prompts.telling(MAX_LINES)
-    found = itertools.chain.from_iterable(_line_problems(spec, family, shapes, sources, prompt) for prompt in told)
-    return itertools.islice(found, MAX_LINES)
+    lines = (_line_problems(spec, family, shapes, sources, multiple, prompt) for prompt in told)
+    return itertools.islice(itertools.chain.from_iterable(lines), MAX_LINES)
 
 
 def _line_problems(
-    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, multiple: int, prompt: Prompt
 ) -> Iterator[str]:
     media = (*prompt.images, *prompt.media)
     if prompt.negative is not None and not spec.rollout.guidance.is_on:
@@ -49,6 +51,8 @@ def _line_problems(
             f"{prompt.source}: its negative_prompt has no effect with rollout.guidance_scale = 1: raise that, or leave "
             'the column out by data.ignore_columns = ["negative_prompt"]'
         )
+    if problem := _size_problem(spec, multiple, prompt):
+        yield f"{prompt.source}: the column {spec.data.size_column!r} {problem}"
     if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
         yield from (f"{prompt.source}: {problem}" for problem in refused)
         return
@@ -61,6 +65,19 @@ def _line_problems(
         problem = "" if is_question else _type_problem(spec, medium, is_condition=medium in prompt.images)
         if problem or not (is_remote(medium) or sources.places.is_file(medium)):
             yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
+
+
+def _size_problem(spec: JobSpec, multiple: int, prompt: Prompt) -> str:
+    """Says what is wrong with a line's own size; empty if nothing is."""
+    if prompt.size is None:
+        return ""
+    (width, height), largest = prompt.size, spec.rollout.size
+    if width % multiple or height % multiple:
+        return f"holds {width}x{height}, and this checkpoint draws multiples of {multiple} pixels"
+    if width * height > largest.width * largest.height:
+        most = f"{largest.width}x{largest.height}"
+        return f"holds {width}x{height}: give no more pixels than {most}, or raise rollout.width and rollout.height"
+    return ""
 
 
 def _images_wanted(spec: JobSpec, family: ModelFamily, number: int) -> str:

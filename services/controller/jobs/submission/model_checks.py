@@ -10,7 +10,7 @@ from flowfleet.job.rules import sequences
 from flowfleet.job.spec import JobSpec
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
-from flowfleet.planning.storage import held_steps, latent_elements, prompt_bytes, storage
+from flowfleet.planning.storage import held_steps, latent_elements, pixels_per_latent, prompt_bytes, storage
 from services.controller.jobs.submission.problems import InvalidJob
 from services.controller.prompts.sources import Sources
 
@@ -98,7 +98,7 @@ def checkpoint_problems(spec: JobSpec, family: ModelFamily, sources: Sources) ->
         )
     if spec.rollout.from_image and family.first_frame_flag and not _says(folder, family.first_frame_flag):
         yield f"rollout.from_image: this {family.title} checkpoint makes videos from text alone; leave it out"
-    multiple = _pixel_multiple(folder, family)
+    multiple = pixel_multiple(spec, family, sources)
     rollout, schedule = spec.rollout, spec.schedule
     sides = {
         "rollout.height": rollout.height,
@@ -136,14 +136,15 @@ def _says(path: Path, name: str) -> bool:
         return False
 
 
-def _pixel_multiple(path: Path, family: ModelFamily) -> int:
-    """1 where the checkpoint does not say."""
+def pixel_multiple(spec: JobSpec, family: ModelFamily, sources: Sources) -> int:
+    """Pixels of which the checkpoint draws multiples; 1 where it does not say."""
+    path = hub.configurations(sources.places.pipeline(spec.model.path))
     if family.vae_multiple is None:
         return 1
     try:
         config = json.loads((path / "vae" / "config.json").read_text(encoding="utf-8"))
-        return max(1, int(config["scale_factor_spatial"]) * family.vae_multiple)
-    except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
+        return max(1, pixels_per_latent(config) * family.vae_multiple)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # the adapter will say what is wrong
         return 1
 
 

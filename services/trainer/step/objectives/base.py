@@ -113,15 +113,16 @@ def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch
     rollout = engine.spec.rollout
     engine.ranks.beats.beat()
     predicted: Tensor = engine.adapter.velocity(
-        latents, timestep, batch.prompts, size=rollout.size, guidance=rollout.guidance, negative=batch.negative
+        latents, timestep, batch.prompts, size=batch.size, guidance=rollout.guidance, negative=batch.negative
     )
     return predicted
 
 
 def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepResult:
     """Evaluates the k-th stored step, denoising step `step`, of the active policy at the stored next latents."""
-    noise, schedule = engine.spec.rollout.noise, engine.schedule
-    return replace(reverse_step(noise.type), parts=latent_parts(engine))(
+    noise, sized = engine.spec.rollout.noise, engine.sizes.of(batch.size)
+    schedule = sized.schedule
+    return replace(reverse_step(noise.type), parts=sized.parts)(
         batch.latents[k],
         velocity(engine, batch.latents[k], schedule.timesteps[step], batch),
         schedule.sigmas[step],
@@ -132,7 +133,6 @@ def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepRes
     )
 
 
-def latent_parts(engine: Engine) -> LatentParts | None:
-    """Parts of the job's samples, with their weights."""
-    rollout = engine.spec.rollout
-    return LatentParts.of(engine.adapter.part_lengths(rollout.size), rollout.sound_share)
+def latent_parts(engine: Engine, batch: FlowBatch) -> LatentParts | None:
+    """Parts of a batch's samples, with their weights."""
+    return engine.sizes.of(batch.size).parts

@@ -76,7 +76,7 @@ class DistillationObjective:
         """(B,) with gradient."""
         result = stored_step(self._engine, batch, k, self._steps[k])
         teacher_mean = torch.stack([self._means[row][k] for row in batch.rows])
-        parts = latent_parts(self._engine)
+        parts = latent_parts(self._engine, batch)
         rows = DistillationRows(scaled(result.mean, parts), scaled(teacher_mean, parts), result.std)
         output = self._loss(rows, self._part)
         self._totals.add_sums(batch, output.sums)

@@ -86,13 +86,13 @@ class MatchingObjective:
         noise, sigma = self._drawn(item, k)
         old, reference = item.velocities.get("old"), item.velocities.get("reference")
         rows = MatchingRows(
-            clean=self._scaled(item.batch.clean),
-            noise=self._scaled(noise),
+            clean=self._scaled(item, item.batch.clean),
+            noise=self._scaled(item, noise),
             sigma=sigma.to(item.batch.clean.device),
-            velocity=self._scaled(self._velocity(item, noise, sigma)),
+            velocity=self._scaled(item, self._velocity(item, noise, sigma)),
             advantages=item.batch.advantages,
-            old_velocity=None if old is None else self._scaled(old[k]),
-            reference_velocity=None if reference is None else self._scaled(reference[k]),
+            old_velocity=None if old is None else self._scaled(item, old[k]),
+            reference_velocity=None if reference is None else self._scaled(item, reference[k]),
             ties=item.batch.ties,
             groups=torch.tensor([group for group, _ in item.batch.places], device=item.batch.clean.device),
         )
@@ -103,9 +103,9 @@ class MatchingObjective:
         loss: Tensor = output.loss
         return loss
 
-    def _scaled(self, values: Tensor) -> Tensor:
+    def _scaled(self, item: _Item, values: Tensor) -> Tensor:
         """Latents, noise or velocities as losses square their differences."""
-        return scaled(values, latent_parts(self._engine))
+        return scaled(values, latent_parts(self._engine, item.batch))
 
     def _drawn(self, item: _Item, k: int) -> tuple[Tensor, Tensor]:
         """Noise (B, *latent) of round k on the device, and its sigmas (B,) on the CPU, where an expert is chosen by

@@ -4,9 +4,8 @@ Every forward is the rollout's own: the adapter's `velocity` on the stored laten
 the stored next latents.
 """
 
-import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal, cast
 
 import torch
@@ -30,23 +29,22 @@ class PolicyObjective(RatioObjective):
         super().__init__(inputs)
         engine, spec = inputs.engine, inputs.engine.spec
         self._steps = list(inputs.sde_steps)
-        self._schedule = engine.schedule
-        self._weights = step_weights(spec, engine.schedule)
-        self._limits = limits(spec.algorithm, math.prod(engine.adapter.latent_shape(spec.rollout.size)))
-        self._parts = latent_parts(engine)
-        inputs.totals.limits = self._limits if spec.algorithm.reads("clip_range") else None
+        self._sizes = engine.sizes
+        self._weights = cache(lambda size: step_weights(spec, self._sizes.of(size).schedule))
+        self._limits = cache(lambda size: limits(spec.algorithm, self._sizes.of(size).num_elements))
+        inputs.totals.limits = self._limits(spec.rollout.size) if spec.algorithm.reads("clip_range") else None
 
     @property
     def num_rounds(self) -> int:
         return len(self._steps)
 
     def forwards(self, update: int) -> list[Forward]:
-        timesteps = self._schedule.timesteps
-        components = [self._engine.component(timesteps[step]) for step in self._steps]
+        is_first = update == 0 and self._num_passes == 1
         return [
-            Forward(batch, component, partial(self._losses, batch, k, is_first=update == 0 and self._num_passes == 1))
+            Forward(batch, self._engine.component(timesteps[step]), partial(self._losses, batch, k, is_first=is_first))
             for batch in self._batches[update]
-            for k, component in enumerate(components)
+            for timesteps in (self._sizes.of(batch.size).schedule.timesteps,)
+            for k, step in enumerate(self._steps)
         ]
 
     def _add(self, name: _Name, batch: StepsBatch, values: Tensor) -> None:
@@ -60,7 +58,9 @@ class PolicyObjective(RatioObjective):
 
     def _add_references(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
-            self._add("reference_mean", batch, torch.stack([self._mean(result) for result in self._forwards(batch)]))
+            self._add(
+                "reference_mean", batch, torch.stack([self._mean(batch, result) for result in self._forwards(batch)])
+            )
 
     def _add_old(self, batches: Sequence[StepsBatch]) -> None:
         for batch in batches:
@@ -68,7 +68,7 @@ class PolicyObjective(RatioObjective):
             log_probs = torch.stack([result.log_prob for result in results])
             self._add("old_log_prob", batch, log_probs)
             if self._spec.loss.needs_old_mean:
-                self._add("old_mean", batch, torch.stack([self._mean(result) for result in results]))
+                self._add("old_mean", batch, torch.stack([self._mean(batch, result) for result in results]))
             self._totals.add_gap(batch, slice(None), log_probs)
         if self._part.correction.needs_all_rows:
             self._add_weights(batches)
@@ -89,14 +89,14 @@ class PolicyObjective(RatioObjective):
         if is_first and self._of("old_log_prob", batch, k) is None:
             self._totals.add_gap(batch, k, result.log_prob)
         rows = self._rows(batch, k, result)
-        output = self._loss(rows, self._limits)
+        output = self._loss(rows, self._limits(batch.size))
         self._totals.add_ratios(batch, output.stats)
         self._totals.add_changes(batch, result.log_prob.detach() - rows.old_log_prob)
-        loss: Tensor = output.loss * self._weights[self._steps[k]]
+        loss: Tensor = output.loss * self._weights(batch.size)[self._steps[k]]
         reference_mean = self._of("reference_mean", batch, k)
         if reference_mean is None:
             return loss
-        kl = reference_kl(self._mean(result), reference_mean, result.std)
+        kl = reference_kl(self._mean(batch, result), reference_mean, result.std)
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
         return loss + self._spec.kl.kl_coef * batch.ties * kl
 
@@ -107,8 +107,8 @@ class PolicyObjective(RatioObjective):
         old, old_mean = self._of("old_log_prob", batch, k), self._of("old_mean", batch, k)
         current = result.log_prob.detach() if old is None else old
         correction = self._correction(batch, k, current, bypass=bypass)
-        step, mean = self._steps[k], self._mean(result)
-        dt = float(self._schedule.sigmas[step + 1] - self._schedule.sigmas[step])
+        step, mean, sigmas = self._steps[k], self._mean(batch, result), self._sizes.of(batch.size).schedule.sigmas
+        dt = float(sigmas[step + 1] - sigmas[step])
         return PolicyRows(
             log_prob=result.log_prob,
             old_log_prob=batch.rollout_log_probs[k] if bypass else current,
@@ -134,9 +134,9 @@ class PolicyObjective(RatioObjective):
         self._totals.add_sums(batch, correction.sums())
         return correction
 
-    def _mean(self, result: StepResult) -> Tensor:
+    def _mean(self, batch: StepsBatch, result: StepResult) -> Tensor:
         """The step's mean as losses square it."""
-        return scaled(result.mean, self._parts)
+        return scaled(result.mean, latent_parts(self._engine, batch))
 
     def _forwards(self, batch: StepsBatch) -> list[StepResult]:
         return [stored_step(self._engine, batch, k, step) for k, step in enumerate(self._steps)]

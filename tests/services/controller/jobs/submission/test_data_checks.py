@@ -304,9 +304,31 @@ async def test_images_that_are_missing_huge_or_animated(api: Api, edit: Job, tmp
     assert (setting, "train.jsonl:2: there is no file " in detail) == ("data.train", True)
     [(setting, detail)] = await refusals(api, edit([[good], ["huge.png"]]))
     assert setting == "data.train"
-    assert "train.jsonl:2: " in detail
-    assert "huge.png is not a readable image/png" in detail
-    assert "900000000 pixels) exceeds limit" in detail
+    assert "train.jsonl:2: the column 'images' names " in detail
+    assert detail.endswith(
+        "huge.png, a picture of 30000 x 30000: at most 16777216 pixels and 16384 a side are read; give a smaller one"
+    )
+
+
+async def test_sizes_of_lines(api: Api, job: Job, tmp_path: Path) -> None:
+    """They are multiples of the checkpoint's pixels, and no larger than the job's; only then is the column one."""
+    settings = model(tmp_path / "model", "QwenImagePipeline")
+    (tmp_path / "model" / "vae").mkdir()
+    (tmp_path / "model" / "vae" / "config.json").write_text(json.dumps({"dim_mult": [1, 2, 4, 4]}))
+
+    async def problems(*cells: Any, **changes: Any) -> list[str]:
+        data = lines(tmp_path / "sized.jsonl", *({"prompt": "a", "shape": cell} for cell in cells))
+        data |= {"size_column": "shape"} | changes
+        found = await refusals(api, job(model=settings, data=data, rollout={"height": 64, "width": 64}))
+        return [detail.partition("sized.jsonl:")[2] for _, detail in found if "sized.jsonl" in detail]
+
+    where = "the column 'shape' holds"
+    assert await problems("64x32", " 32 × 64 ", None, "") == []
+    assert await problems("anything", size_column=None) == []
+    assert await problems("64x32", "64") == [f"""2: {where} '64': give width and height, as "768x512\""""]
+    assert await problems("64x32", "24x32") == [f"2: {where} 24x32, and this checkpoint draws multiples of 16 pixels"]
+    most = "give no more pixels than 64x64, or raise rollout.width and rollout.height"
+    assert await problems("64x32", "64x80") == [f"2: {where} 64x80: {most}"]
 
 
 async def test_a_model_that_writes_text_takes_no_column_of_images(api: Api, job: Job, tmp_path: Path) -> None:
