@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-slurm test-all lint audit fmt docs lock protos \
+.PHONY: help setup demo veomni vllm-omni vllm-omni-cuda test test-fast test-lowest test-cluster test-slurm test-all lint audit fmt docs lock protos \
 	bench images clean
 
 help:  ## list the targets
@@ -35,6 +35,8 @@ demo: $(VENV)/.local  ## train the tiny model on this machine until it writes it
 	$(BIN)/flowfleet demo $(DEMO_FLAGS)
 
 vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
+
+veomni: $(VENV)-veomni/.ready  ## make .venv-veomni, whose Python has the training engine VeOmni
 
 vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs
 
@@ -57,7 +59,7 @@ test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes clust
 test-slurm: $(VENV)/.dev  ## run a fleet, and faults, on a Slurm of two nodes on this machine; see tests/slurm/run
 	PYTEST="$(BIN)/python -m pytest" tests/slurm/run $(PYTEST_FLAGS)
 
-test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
+test-all: $(VENV)/.dev $(VENV)/.vllm-omni $(VENV)-veomni/.ready  ## run all tests: kills, matrices and learning too
 	@tests/packages
 	@tests/browser
 	@start=$$(date +%s); $(PYTEST) --numprocesses 2 -m "not cluster and not slurm" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
@@ -94,7 +96,7 @@ images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)
 
 clean:  ## remove .venv, caches and runs/
-	rm -rf $(VENV) .venv-lowest .venv-trackers .venv-scorers .venv-stores runs build dist docker/out *.egg-info
+	rm -rf $(VENV) $(VENV)-veomni .venv-lowest .venv-trackers .venv-scorers .venv-stores runs build dist docker/out *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf examples/reward-node/node_modules
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
@@ -126,6 +128,15 @@ $(VENV)/.vllm-omni: requirements/vllm-omni-cpu.txt Makefile $(VENV)/.local
 	@env -u PIP_CONSTRAINT $(PIP) install --no-deps -r requirements/vllm-omni-cpu.txt
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(OMNI) \
 		$(PIP) install --no-deps --no-build-isolation --no-binary vllm vllm==$(OMNI)
+	@touch $@
+
+# Its older packages come before those of $(VENV), which stay as they are.
+$(VENV)-veomni/.ready: requirements/veomni.txt Makefile $(VENV)/.local
+	@echo "Installing VeOmni"
+	@$(BIN)/python -m venv --without-pip $(VENV)-veomni
+	@of='import sysconfig; print(sysconfig.get_path("purelib"))'; site=$$($(VENV)-veomni/bin/python -c "$$of"); \
+		env -u PIP_CONSTRAINT $(PIP) install --no-deps --upgrade --target "$$site" -r requirements/veomni.txt && \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$of")')" >"$$site/others.pth"
 	@touch $@
 
 # Serves CPUs as well, so nothing puts the other vLLM in its place. That one goes first: it has the same version.

@@ -80,6 +80,9 @@ def up(
     trainer_devices: Annotated[
         str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
     ] = "auto",
+    trainer_python: Annotated[
+        Path | None, typer.Option(help="Python of trainers, such as one with VeOmni (this one).")
+    ] = None,
     trainers: Annotated[
         int, typer.Option(min=1, help="Ranks of trainers at once without accelerators: so many jobs run side by side.")
     ] = 2,

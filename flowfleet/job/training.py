@@ -91,6 +91,8 @@ class MeshPart(Part):
 
 
 class TrainerPart(Part):
+    backend: Literal["fsdp", "veomni"] = "fsdp"
+    """Training engine: ours on PyTorch's FSDP2, or VeOmni's models, for text."""
     mode: Literal["lora", "full"] = "lora"
     """lora: train an adapter on frozen weights. full: train all weights of the transformer."""
     lora: LoraPart = LoraPart()
@@ -104,13 +106,12 @@ class TrainerPart(Part):
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
     sharding: Literal["auto", "replicate", "fsdp"] = "auto"
-    """How ranks hold the model. replicate: each holds all of it and only an adapter's gradients travel (LoRA). fsdp:
-    they share it and gather a block at a time. auto: replicate for LoRA where the base takes at most half of a device's
-    memory, else fsdp."""
+    """replicate: each rank holds the model, and only an adapter's gradients travel (LoRA). fsdp: they share it and
+    gather a block at a time. auto: replicate for LoRA where the base takes at most half a device, else fsdp."""
     mesh: MeshPart = MeshPart()
     updates_per_step: int = Field(default=1, ge=1, le=64)
-    """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
-    loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""
+    """Optimizer updates a step, which split its samples. Unset: the loss's, 2 where it limits the ratio to the old
+    policy, which is 1 in a step's only update."""
     passes: int = Field(default=1, ge=1, le=64)
     """Number of passes through a step's samples, each of `updates_per_step` updates. The old policy is the one before
     the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class StackOptions(BaseModel):
     """Scorers to start, or services that run elsewhere; `flowfleet.local.rewards` parses them."""
     trainer_devices: tuple[str, ...] | None = None
     """Accelerators of the jobs' trainers, one a rank; unset: those that rollouts leave."""
+    trainer_python: Path | None = None
+    """Interpreter that starts trainers, with flowfleet and a training engine; unset: this one."""
     trainers: int = Field(default=2, ge=1, le=1024)
     """Ranks of trainers that run at once on a machine without accelerators."""
     keep: tuple[str, ...] = ()
@@ -82,6 +85,13 @@ class StackOptions(BaseModel):
     @classmethod
     def _names_of_hub(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return hub.parse_list(",".join(names))
+
+    @field_validator("trainer_python")
+    @classmethod
+    def _runs(cls, python: Path | None) -> Path | None:
+        if python is not None and not os.access(python, os.X_OK):
+            raise ValueError(f"--trainer-python {python} is no program: give a Python that has flowfleet")
+        return python
 
     @field_validator("trainer_devices")
     @classmethod
@@ -234,6 +244,8 @@ def _controller(
     argv += _each("--limit", limits)
     argv += _each("--reward", (f"{name}={address}" for name, address in rewards.items()))
     argv += ["--trainers", str(options.trainers)]
+    if options.trainer_python is not None:
+        argv += ["--trainer-python", str(options.trainer_python.absolute())]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     if options.key:

@@ -43,6 +43,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         trainer.batches,
         trainer.sharding,
         trainer.mesh,
+        trainer.backend,
         trainer.samples,
         trainer.offload,
         trainer.base,

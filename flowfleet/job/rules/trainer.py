@@ -125,6 +125,24 @@ def samples(job: JobSpec) -> Iterator[str]:
         )
 
 
+def backend(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.backend`."""
+    part = job.trainer
+    setting = f'trainer.backend = "{part.backend}"'
+    if part.backend == "fsdp":
+        return
+    if not job.writes_tokens:
+        yield f"{setting} trains models that write text: leave it out"
+    if part.quantization != "none" or job.model.base != "plain":
+        yield f"{setting} has no float8: leave trainer.quantization and model.base out"
+    if (part.mesh.replicate or 1) > 1:
+        yield f"{setting} has one copy of the weights: leave trainer.mesh.replicate out"
+    if part.compile:
+        yield f"{setting} has kernels of its own: leave trainer.compile out"
+    if part.samples != "no":
+        yield f'{setting} does not sample: set trainer.samples = "no"'
+
+
 def offload(job: JobSpec) -> Iterator[str]:
     """Checks `trainer.offload`."""
     part = job.trainer

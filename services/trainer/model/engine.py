@@ -37,6 +37,7 @@ from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.quantization import adapted, layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
+from services.trainer.model.backends import backend_of
 from services.trainer.model.gather import Gather
 from services.trainer.model.kinds import ModelKind, model_kind
 from services.trainer.model.loading import DummySource, Source, fill, fill_by_blocks, fill_parameter
@@ -49,7 +50,7 @@ from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
 from services.trainer.parallel.mesh import Mesh, arrange, degrees
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.replicated import ReplicatedAdapter
-from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
+from services.trainer.parallel.sharding import allocate, local, reshard
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,8 @@ class Engine:
             layers.require_fp8(ranks.device, self.dtype, "trainer.quantization = 'fp8'", emulated=True)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
-        self.adapter = _family(spec, self.folder).load(
-            self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
-        )
+        self.backend = backend_of(spec)
+        self.adapter = self.backend.load(_family(spec, self.folder), self.folder, load_dtype, ranks)
         spec = self.spec = settled(spec, devices.memory_bytes(ranks.device), [*self._degrees(spec)])
         self.kind = model_kind(spec, self.adapter)
         self.mesh = self._arranged()
@@ -133,7 +133,7 @@ class Engine:
         for component, expert in self.experts.items():
             blocks = blocks_of(expert)  # FSDP renames their classes
             if not self.replicates:
-                shard_expert(expert, self.ranks, self.dtype, self.mesh.replicate)
+                self.backend.shard(expert, self.ranks, self.dtype, self.mesh)
             source = self._sources.pop(component)
             if self.is_quantized:
                 fill_by_blocks(expert, blocks, source, self.ranks, lambda block: layers.replace_weights([block]))

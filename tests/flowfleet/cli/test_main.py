@@ -247,6 +247,7 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["up", "--rollout-devices", "0,1,2", "--sequence-parallel-size", "2"], "for 1 rollouts: 2 are for each"),
         (["up", "--engine", "vllm", "--sequence-parallel-size", "2"], "give --engine diffusers"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
+        (["up", "--trainer-python", "nowhere"], "is no program: give a Python that has flowfleet"),
         (["up", "--pool", "a", "--pool", "a:dtype=bfloat16"], "pool a is given twice"),
         (["pools", "add", "a", "--state-dir", "nowhere"], "on Kubernetes set `pools.a` in the chart's values"),
         (
@@ -348,6 +349,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--start-timeout",
             "--state-dir",
             "--trainer-devices",
+            "--trainer-python",
             "--trainers",
         ],
         "fleet": ["--ca", "--url"],
