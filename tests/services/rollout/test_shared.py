@@ -1,10 +1,12 @@
 """One replica that samples for several jobs on one base."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -168,3 +170,34 @@ async def test_an_adapter_that_cannot_be_had_says_why_and_leaves_the_others(clie
         await c.blobs.delete([lost.adapter.blob])
         code, message = await refusal(lost.request())
         assert (code, f"{VANISHED} of version 0: publish it again" in message) == (Code.FAILED_PRECONDITION, True)
+
+
+async def test_seconds_of_jobs_and_of_none_are_those_of_the_replica(
+    client: Any, model: ModelSpec, replica: ReplicaProcess
+) -> None:
+    async def accounted() -> tuple[float, dict[str, float]]:
+        """Clock, and seconds by job; "" is idle."""
+        async with httpx.AsyncClient() as browser:
+            lines = (await browser.get(replica.metrics_url)).text.splitlines()
+        seconds: dict[str, float] = {}
+        for line in lines:
+            if line.startswith("flowfleet_rollout_idle_seconds "):
+                seconds[""] = float(line.split()[1])
+            if line.startswith("flowfleet_rollout_seconds_total{") and 'part="publish"' not in line:
+                job_id = line.partition('job="')[2].partition('"')[0]
+                seconds[job_id] = seconds.get(job_id, 0.0) + float(line.split()[1])
+        return time.monotonic(), seconds
+
+    async with client() as c:
+        jobs = [await Job(c, model, f"cost-{number}", number).store() for number in range(3)]
+        sampling = rollout_pb2.Sampling(height=64, width=64, num_inference_steps=100, guidance_scale=1.0)
+        for job in jobs:
+            await job.c.generate(job.request(alone=False))
+        began, before = await accounted()
+        for _ in range(2):
+            await asyncio.gather(*(job.c.generate(job.request(alone=False, sampling=sampling)) for job in jobs))
+        ended, after = await accounted()
+        spent = {name: value - before[name] for name, value in after.items()}
+        costs = [spent[job.job_id] for job in jobs]
+        assert min(costs) > 0.5 * max(costs)
+        assert sum(spent.values()) == pytest.approx(ended - began, rel=0.05)
