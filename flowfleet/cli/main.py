@@ -13,7 +13,7 @@ import typer
 
 from flowfleet.api.jobs import Job
 from flowfleet.api.problems import ApiError
-from flowfleet.cli import evaluation, models, pools, profiling, slurm, sweep, views
+from flowfleet.cli import attach, evaluation, models, pools, profiling, slurm, sweep, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
@@ -260,6 +260,7 @@ _steering(Client.finish, "End a job now and keep its model: validated, saved and
 app.command()(models.extend)
 app.command("set")(models.set_)
 app.command()(profiling.profile)
+app.command()(attach.attach)
 app.command()(models.export)
 app.command()(models.push)
 

@@ -27,6 +27,7 @@ import httpx
 
 from flowfleet.api.access import Upload
 from flowfleet.api.answers import read
+from flowfleet.api.attach import AttachCommand
 from flowfleet.api.fleet import Fleet
 from flowfleet.api.jobs import MAX_SWEEP, Checkpoint, Job, JobEvent, MetricsRow, Priority
 from flowfleet.api.overview import JobRow
@@ -181,6 +182,11 @@ class AsyncClient(AsyncVoting):
     async def profile(self, job_id: str, steps: int = 1) -> Job:
         """Has the trainer's ranks profile the next `steps` training steps."""
         return read(Job, (await self._call("POST", f"/v1/jobs/{job_id}/profile", params={"steps": steps})).json())
+
+    async def attach(self, job_id: str) -> AttachCommand:
+        """The token of a job whose trainer somebody else starts, and the command that starts it."""
+        found = read(AttachCommand, (await self._call("POST", f"/v1/jobs/{job_id}/attach")).json())
+        return found.model_copy(update={"command": f"{found.command} {self.url}"})
 
     async def profiles(self, job_id: str) -> list[Profile]:
         """Profiles of a job's training steps, oldest first."""

@@ -139,6 +139,7 @@ class Client:
     finish = blocking(AsyncClient.finish)
     extend = blocking(AsyncClient.extend)
     prioritize = blocking(AsyncClient.prioritize)
+    attach = blocking(AsyncClient.attach)
     profile = blocking(AsyncClient.profile)
     profiles = blocking(AsyncClient.profiles)
     delete = blocking(AsyncClient.delete)

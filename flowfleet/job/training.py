@@ -105,6 +105,8 @@ class TrainerPart(Part):
     learning rate start from 0."""
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
+    launcher: Literal["controller", "attach"] = "controller"
+    """attach: somebody else starts the ranks, by the command that `flowfleet attach` prints."""
     sharding: Literal["auto", "replicate", "fsdp"] = "auto"
     """replicate: each rank holds the model, and only an adapter's gradients travel (LoRA). fsdp: they share it and
     gather a block at a time. auto: replicate for LoRA where the base takes at most half a device, else fsdp."""

@@ -15,6 +15,7 @@ from services.controller.api.connections import Streams
 from services.controller.api.dependencies import Services
 from services.controller.api.feed import Feed
 from services.controller.api.keys import Keys
+from services.controller.api.routes import attach as api_attach
 from services.controller.api.routes import history as api_history
 from services.controller.api.routes import jobs as api_jobs
 from services.controller.api.routes import models as api_models
@@ -31,6 +32,7 @@ from services.controller.api.routes.system import seen_of_fleet
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
 from services.controller.metrics.monitor import count_jobs
+from services.controller.platforms.attach.launcher import AttachLauncher
 from services.controller.platforms.kubernetes.deletion_cost import keep_deletion_costs
 from services.controller.platforms.platform import open_platform
 from services.controller.ports import SchedulerFactory
@@ -59,7 +61,17 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    jobs = (api_jobs, api_sweeps, api_uploads, api_rewards, api_votes, api_history, api_models, api_profiles)
+    jobs = (
+        api_jobs,
+        api_sweeps,
+        api_uploads,
+        api_rewards,
+        api_votes,
+        api_history,
+        api_models,
+        api_profiles,
+        api_attach,
+    )
     routers = [room.router for room in (api_session, api_overview, *jobs, api_system, api_page)]
     for router in routers:
         app.include_router(router)
@@ -82,7 +94,8 @@ async def _start(
     platform = open_platform(settings, registry)
     await platform.directory.start()
     stack.push_async_callback(platform.directory.stop)
-    runner = runner_factory(settings, redis, store, registry, platform.launcher, platform.directory)
+    launcher = AttachLauncher(platform.launcher, settings.state_dir)
+    runner = runner_factory(settings, redis, store, registry, launcher, platform.directory)
     await runner.start()
     stack.push_async_callback(runner.stop)
     counting = asyncio.create_task(count_jobs(store, registry, lambda: runner.leads), name="count jobs")
@@ -115,6 +128,7 @@ async def _start(
         sessions=sessions,
         feed=feed,
         closing=closing,
+        launcher=launcher,
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

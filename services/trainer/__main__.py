@@ -27,7 +27,7 @@ from flowfleet.process.service import end_soon, end_with_parent, format_address,
 from flowfleet.proto import models_pb2_grpc, trainer_pb2_grpc
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
-from services.trainer import termination
+from services.trainer import attach, termination
 from services.trainer.checkpoints.fence import Replaced
 from services.trainer.commands import Command, Kind
 from services.trainer.leaving import leave
@@ -56,14 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_soon()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    if int(os.environ.get("RANK", "0")) > 0:
-        with termination.recorded():
-            return follow(parser().parse_args(argv))
-    return run_service("trainer", lead, parser(), argv)
+    flags = parser()
+    options = flags.parse_args(argv)
+    if options.controller:
+        try:
+            joined = attach.join(options.controller)
+            flags.set_defaults(host=joined.host, serves=joined.serves)
+        except (ValueError, OSError) as error:
+            print(f"{flags.prog}: error: {error}", file=sys.stderr)
+            return 2
+    try:
+        if int(os.environ.get("RANK", "0")) > 0:
+            with termination.recorded():
+                return follow(flags.parse_args(argv))
+        return run_service("trainer", lead, flags, argv)
+    finally:
+        attach.leave()
 
 
 def parser() -> argparse.ArgumentParser:
     flags = rpc_parser("Trains one job's model and publishes its weights.")
+    flags.add_argument("--controller", metavar="URL", help="joins the job of FLOWFLEET_ATTACH_TOKEN there")
+    flags.set_defaults(serves=lambda address: None)
     flags.add_argument("--transfer-host", help="address at which replicas reach this rank for weights; default: --host")
     flags.add_argument("--sample-port", type=int, default=0, help="first port of ranks that sample; 0 takes free ones")
     flags.add_argument("--idle-exit-s", type=float, default=900.0, help="ends by itself after so long without a call")
@@ -97,6 +111,7 @@ async def lead(options: argparse.Namespace) -> None:
 
     async def give_models(address: str) -> None:
         peers.address = format_address(_transfer_host(options), int(address.rpartition(":")[2]))
+        options.serves(peers.address)
 
     def configured(job: Job) -> None:
         asyncio.run_coroutine_threadsafe(peers.model(job.spec.model.path), loop).result()
@@ -229,6 +244,7 @@ def _transfer_host(options: argparse.Namespace) -> str:
 def _end_at_once(code: int) -> NoReturn:
     """Ends without the libraries' own cleanup, which can take long or wait for an uninterruptible command; the job
     resumes from its last checkpoint."""
+    attach.leave()
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -26,6 +26,8 @@ from services.controller.api.sessions import cookie_name
 
 PROBES = frozenset({"/healthz", "/readyz"})
 SESSION = "/v1/session"
+ATTACH = "/v1/attach"
+"""Its callers prove themselves by the token of their job."""
 _PAGE = re.compile(r"/|/page/.*")
 _OWN_RIGHT = (
     (Right.VOTE, "POST", re.compile(r"/v1/jobs/[^/]+/votes")),
@@ -66,6 +68,8 @@ class Guard:
             _note(scope, ANYONE)
             detail = "without FLOWFLEET_API_KEY the controller answers programs of this machine only"
             return None if _from_this_machine(headers) else problem(403, detail, path)
+        if path == ATTACH:
+            return None
         key = _presented(headers)
         if not key and method not in _SAFE and not _from_our_page(headers):
             if not headers.get("cookie") and path != SESSION:

@@ -24,6 +24,7 @@ from services.controller.api.feed import Feed
 from services.controller.api.keys import Holder, Keys
 from services.controller.api.sessions import Sessions
 from services.controller.fleet.directory import Directory
+from services.controller.platforms.attach.launcher import AttachLauncher
 from services.controller.ports import Scheduler
 from services.controller.prompts.sources import Sources
 from services.controller.prompts.uploads import Uploads
@@ -74,6 +75,7 @@ class Services:
     feed: Feed
     closing: asyncio.Event
     """Set when the server shuts down: open streams end."""
+    launcher: AttachLauncher
     comparisons: Comparisons = field(default_factory=Comparisons)
 
 

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "pools add",
     "pools remove",
     "sweep export",
+    "attach",
     "profile",
     "slurm up",
     "slurm down",

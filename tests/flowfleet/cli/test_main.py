@@ -470,6 +470,7 @@ def test_the_surface_is_what_users_know() -> None:
         ],
         "extend": ["--ca", "--steps", "--url"],
         "set": ["--ca", "--priority", "--url"],
+        "attach": ["--ca", "--url"],
         "profile": ["--ca", "--steps", "--url"],
         "export": ["--base", "--ca", "--merge", "--out", "--step", "--url"],
         "push": ["--ca", "--private", "--step", "--url"],

@@ -70,8 +70,9 @@ async def check(
     remote only the configurations of a Hub model are fetched here: `open_job` does the rest."""
     spec = await asyncio.to_thread(pinned, spec, sources)
     problems = [*_fleet_problems(spec, directory)]
-    places = device_problem(spec, trainer_devices), choice_problem(spec, trainer_template)
-    problems += filter(None, [limits.problem(spec), *places])
+    problems += filter(None, [limits.problem(spec)])
+    if spec.trainer.launcher == "controller":
+        problems += filter(None, [device_problem(spec, trainer_devices), choice_problem(spec, trainer_template)])
     seen = _Seen()
     problems += await asyncio.to_thread(_all_file_problems, spec, sources, seen, room)
     problems = problems or await refusals(spec, spec.rewards, directory, sources, seen.firsts)
