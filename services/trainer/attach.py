@@ -25,6 +25,7 @@ from flowfleet.process.service import TERMINATION_MESSAGE, is_loopback, secret
 
 EVERY_S: Final = 1.0
 _ASK_S: Final = 10.0
+_GRACE_S: Final = 3.0
 _SAY_S: Final = 60.0
 """From one word in the log to the next while the controller takes no ranks."""
 
@@ -121,6 +122,7 @@ class Attachment:
                     log.error("%s", error)
                     os._exit(1)
                 if end == "now" and not self._said.left:
+                    time.sleep(_GRACE_S)  # rank 0 may have left because the job is done, and this rank is leaving too
                     log.error("the controller ends attempt %d", self._said.attempt)
                     self.leave()
                     os._exit(1)
