@@ -40,7 +40,7 @@ def draw_pictures(count: int) -> Tensor:
 
 
 def main() -> None:
-    chosen = options(__doc__, 0.4, vae=15.0, right=20.0, mixed=12.0)
+    chosen = options(__doc__, 0.3, vae=15.0, right=20.0, mixed=12.0)
     adapter = FluxKontextAdapter.load(chosen.base, dtype=torch.float32)
     pictures, size = draw_pictures(NUM_PICTURES), Size(SIDE, SIDE)
     adapter = _with_taught_vae(adapter, pictures, chosen.vae_seconds)
