@@ -30,6 +30,10 @@ def bucket(rank: int) -> int:
     return next((one for one in RANKS if rank <= one), -(-rank // RANKS[-1]) * RANKS[-1])
 
 
+class Flat(Exception):
+    """A layer of this model takes something else than a row for each row of the forward: adapters cannot be mixed."""
+
+
 class Runs:
     """Rows of the mixed forward that runs now; shared by all layers of a model."""
 
@@ -68,6 +72,8 @@ class _Mixes(PeftLinear):
         return self.runs.num_rows > 0 and not self.disable_adapters
 
     def _mixed(self, x: Tensor, rows: Rows | None) -> Tensor:
+        if len(x) != self.runs.num_rows:
+            raise Flat
         output = cast(Tensor, self.base_layer(x) if rows is None else self.base_layer(x, rows=rows))
         if self.downs is None:
             return _by_run(x, output, self.runs, self.slots)

@@ -81,7 +81,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._changed()
         generate = self._engine.generate
         if ticket.key is not None:
-            generate = partial(self._engine.generate_with, ticket.slot, share_of(request, forward_key(wanted)))
+            together = forward_key(wanted) if self._engine.mixes else None
+            generate = partial(self._engine.generate_with, ticket.slot, share_of(request, together))
         generation = Generation(
             self._engine.device,
             generate,

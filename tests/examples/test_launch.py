@@ -35,7 +35,8 @@ def test_every_file_starts_the_trainer_module() -> None:
 @pytest.mark.skipif(not CRDS.is_file(), reason="needs FLOWFLEET_CRDS, a file with KubeRay's CRDs")
 def test_the_ray_job_has_kuberays_schema() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    text = (lzma.open(CRDS, "rt") if CRDS.suffix == ".xz" else CRDS.open()).read()
+    with lzma.open(CRDS, "rt") if CRDS.suffix == ".xz" else CRDS.open() as file:
+        text = file.read()
     crds = {crd["spec"]["names"]["kind"]: crd for crd in yaml.safe_load_all(text) if crd}
     job = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
     versions = {version["name"]: version["schema"]["openAPIV3Schema"] for version in crds["RayJob"]["spec"]["versions"]}

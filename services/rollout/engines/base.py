@@ -205,6 +205,11 @@ class RolloutEngine(ABC):
         """True if the engine's work makes no progress, or the engine can do no more work."""
         return self.pulse.is_stuck
 
+    @property
+    def mixes(self) -> bool:
+        """Returns True if one forward of the loaded model can have rows of several adapters, as far as is known."""
+        return False
+
     @abstractmethod
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         """Makes the base model live, with an adapter of that shape or none. Loads and installs only what differs; base

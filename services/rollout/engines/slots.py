@@ -62,6 +62,8 @@ class SlotEngine(LocalEngine[ModelAdapter]):
     _sharing = False
     _live: _Held | None = None
     """Whose parameters the live adapter has."""
+    _is_flat = False
+    """True once a layer was found whose rows are not those of the forward."""
     stacks = False
     """True if slots are static tensors for grouped products."""
 
@@ -71,6 +73,10 @@ class SlotEngine(LocalEngine[ModelAdapter]):
         self._held: dict[int, _Held] = {}
         self._waiting: Turns[_Part] = Turns()
         self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def mixes(self) -> bool:
+        return not self._is_flat
 
     async def share(self, adapter: Adapter) -> None:
         await self._run(self.pulse.work("prepare", patient=True), self._share_base, adapter.model, adapter.lora)
@@ -116,6 +122,7 @@ class SlotEngine(LocalEngine[ModelAdapter]):
         try:
             made = await self._run(self.pulse.work(kind, load), self._sample_parts, parts)
         except Exception as error:
+            self._is_flat |= isinstance(error, mixed.Flat)
             if len(parts) > 1 and not isinstance(error, Cancelled):  # whose fault it is shows alone
                 for part in parts:
                     await self._run_parts([part])
@@ -167,7 +174,7 @@ class SlotEngine(LocalEngine[ModelAdapter]):
     def _share_base(self, model: ModelSpec, lora: LoraSpec) -> None:
         self._prepare_with(model, lora)
         self.stacks |= self.device.type != "cpu"
-        self._runs = mixed.Runs(self.slots, self.device)
+        self._runs, self._is_flat = mixed.Runs(self.slots, self.device), False
         mixed.put(self._modules(), self._runs)
         self._sharing = True
 

@@ -3,18 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from flowfleet.algorithms.sde import reverse_step
+from flowfleet.models.registry import adapter_for
+from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import Adapter, LoraSpec, ModelSpec
 from services.rollout.engines.base import Cancelled, GeneratedSample, GenerationRequest, forward_key
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.turns import Share
 from tests.services.rollout.conftest import LORA, adapter_of, make_request, path_of
 from tests.services.rollout.replica import make_adapter
+from tests.tiny_models import make_tiny
 
 LORAS = (LORA, LoraSpec(rank=6, alpha=3.0, target_modules=LORA.target_modules), LORA, LORA)
 MAX_GAP = 1e-5
@@ -161,3 +165,19 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_slots_stay(engine
     with pytest.raises(ValueError, match=r"is torch.float32 \(4, .*expected torch.float32 \(6"):
         await engine.hold(0, Adapter(model=model, lora=LORAS[1]), make_adapter(model, LORA, 0))
     assert away(before, await samples_of(engine, 0, request, alone=True)) == 0
+
+
+async def test_a_model_that_flattens_rows_mixes_no_adapters(tmp_path: Path) -> None:
+    model = ModelSpec(path=str(make_tiny("krea2", tmp_path)), dtype="float32")
+    lora = LoraSpec(rank=2, alpha=4.0, target_modules=adapter_for(model.path).lora_targets)
+    engine, request = Counting(stacks=False), make_request(size=Size(32, 32))
+    await engine.share(Adapter(model=model, lora=lora))
+    for slot in range(2):
+        await engine.hold(slot, Adapter(model=model, lora=lora), make_adapter(model, lora, slot))
+    own = [await samples_of(engine, slot, request, alone=True) for slot in range(2)]
+    assert engine.mixes
+    together = await mixed(engine, request, request)
+    assert engine.parts == [2, 1, 1]
+    assert not engine.mixes
+    assert all(away(alone, one) == 0 for alone, one in zip(own, together, strict=True))
+    await engine.close()
