@@ -127,7 +127,7 @@ def _near(name: str, known: Sequence[Setting]) -> list[str]:
         or [one for one in below if one.rpartition(".")[2] == leaf]
         or [PEERS[word] for word in [leaf.lower()] if word in PEERS]
         or _by_words(leaf, below)
-        or [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)]
+        or [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.55)]
         or [one.name for one in known if one.leaf == leaf]
         or [one.name for one in known if one.leaf in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
         or _by_words(leaf, [one.name for one in known])
