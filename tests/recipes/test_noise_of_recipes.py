@@ -25,6 +25,8 @@ KINDS = {
     "sana": "sana",
     "krea": "krea2",
     "ltx-2": "ltx2",
+    "tiny-edit": "flux_kontext",
+    "tiny-sound": "ltx2",
     "hunyuanvideo-1.5": "hunyuan_video_15",
     "ti2v": "wan_5b",
     "i2v": "wan_image",
