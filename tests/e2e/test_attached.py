@@ -42,6 +42,7 @@ def start() -> Iterator[Start]:
         made.communicate()
 
 
+@pytest.mark.long
 def test_ranks_of_a_torchrun_train_the_same_weights_and_the_next_attempt_resumes(
     fleet: Fleet, small_job: Callable[..., dict[str, Any]], start: Start
 ) -> None:

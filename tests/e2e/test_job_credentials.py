@@ -106,6 +106,7 @@ async def test_a_jobs_token_moves_no_rollout_of_another_job(
     assert (await start(forged, other)).startswith("UNAUTHENTICATED: ")
 
 
+@pytest.mark.long
 def test_users_that_redis_loses_are_made_again_and_go_with_their_jobs(
     fleet: Fleet, small_job: Callable[..., dict[str, Any]]
 ) -> None:

@@ -65,11 +65,8 @@ def test_a_row_fails_alone(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) ->
 async def events_of(batch: GeneratedBatch) -> list[GenerateEvent]:
     """What a caller of Generate hears of one batch."""
 
-    class Engine:
-        device = torch.device("cpu")
-
-        async def generate(self, *_: Any) -> AsyncGenerator[GeneratedBatch, None]:
-            yield batch
+    async def generate(*_: Any) -> AsyncGenerator[GeneratedBatch, None]:
+        yield batch
 
     class Publisher:
         async def publish(self, wire: GenerateRequest, good: GeneratedBatch) -> list[Sample]:
@@ -77,9 +74,9 @@ async def events_of(batch: GeneratedBatch) -> list[GenerateEvent]:
 
     ignore: Callable[..., Any] = lambda *_: None  # noqa: E731
     metrics: Any = SimpleNamespace(published=ignore, encoded=ignore, peak_memory=ignore, dropped=ignore)
-    engine, publisher, request = Engine(), Publisher(), SimpleNamespace(num_samples=len(batch.samples))
+    cpu, publisher, request = torch.device("cpu"), Publisher(), SimpleNamespace(num_samples=len(batch.samples))
     parts: dict[str, Any] = {"wire": GenerateRequest(job_id="j", step=3), "request": request, "check": ignore}
-    generation = Generation(engine, publisher, metrics, **parts, is_overtaken=ignore, on_done=ignore)  # type: ignore[arg-type]
+    generation = Generation(cpu, generate, publisher, metrics, **parts, is_overtaken=ignore, on_done=ignore)  # type: ignore[arg-type]
     return [event async for event in generation.events()]
 
 
