@@ -36,7 +36,7 @@ def cluster() -> Iterator[str]:
     ports = [f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
     flags = ["--head", "--num-cpus=2", "--object-store-memory=100000000", *ports, "--block"]
     with tempfile.TemporaryDirectory(prefix="ray") as folder, (Path(folder) / "log").open("wb") as log:
-        command = [RAY / "ray", "start", *flags, f"--temp-dir={folder}"]
+        command = [str(RAY / "ray"), "start", *flags, f"--temp-dir={folder}"]
         head = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         wait_until(lambda: _answers(f"http://127.0.0.1:{dashboard}/api/version"), 120)
         yield f"http://127.0.0.1:{dashboard}"
