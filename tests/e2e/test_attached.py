@@ -25,14 +25,16 @@ def start() -> Iterator[Start]:
     """Starts ranks with no more than the command's own words, and ends them."""
     started: list[subprocess.Popen[str]] = []
 
-    def ranks(fleet: Fleet, job: str, count: int = 2, **changed: str) -> subprocess.Popen[str]:
+    def ranks(fleet: Fleet, job: str, count: int = 2, cwd: Path | None = None, **changed: str) -> subprocess.Popen[str]:
         found = fleet.client.attach(job)
         assert found.command.startswith(f"{TOKEN}={found.token} {'torchrun' if count > 1 else 'python'} ")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FLOWFLEET_")}
         env = clean | {TOKEN: found.token, "OMP_NUM_THREADS": "1"} | changed
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         command = [*(torchrun if count > 1 else ()), "-m", "services.trainer", "--controller", fleet.stack.url]
-        made = subprocess.Popen([sys.executable, *command], env=env, text=True, stdout=-1, stderr=subprocess.STDOUT)
+        made = subprocess.Popen(
+            [sys.executable, *command], env=env, cwd=cwd, text=True, stdout=-1, stderr=subprocess.STDOUT
+        )
         started.append(made)
         return made
 
@@ -79,7 +81,7 @@ def test_ranks_that_cannot_join_hear_why(
     wait_until(lambda: "waits for 1 rank of attempt 1" in fleet.client.job(job).reason)
     token = fleet.client.attach(job).token
 
-    def refused(count: int, **changed: str) -> str:
+    def refused(count: int, **changed: Any) -> str:
         process = start(fleet, job, count, **changed)
         said, _ = process.communicate(timeout=60)
         assert process.returncode
@@ -95,9 +97,10 @@ def test_ranks_that_cannot_join_hear_why(
     older = tmp_path / "flowfleet-0.0.1.dist-info"
     older.mkdir()
     (older / "METADATA").write_text("Metadata-Version: 2.1\nName: flowfleet\nVersion: 0.0.1\n")
-    assert "Flowfleet 0.0.1, older than the controller's" in refused(
-        1, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    )
+    # From its folder: in a checkout, the installation's own flowfleet.egg-info would be found before it.
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    older_said = refused(1, cwd=tmp_path, PYTHONPATH=os.pathsep.join(paths))
+    assert "Flowfleet 0.0.1, older than the controller's" in older_said
     fleet.client.cancel(job)
     fleet.client.wait(job)
     with pytest.raises(ApiError, match=f"job {job} has ended: cancelled"):
