@@ -96,7 +96,10 @@ def load_pipeline(
                 staging.move(loaded, device)
             loaded.eval().requires_grad_(False)
     for part in parts["transformer"] if "transformer" in components else ():
-        _cast_parameters(getattr(pipeline, part, None), dtype)
+        transformer = getattr(pipeline, part, None)
+        if transformer is not None:
+            _cast_parameters(transformer, dtype)
+            staging.align(transformer)
     return pipeline
 
 
@@ -116,10 +119,10 @@ def fill_dummy(
         tie()
 
 
-def _cast_parameters(transformer: nn.Module | None, dtype: torch.dtype) -> None:
+def _cast_parameters(transformer: nn.Module, dtype: torch.dtype) -> None:
     """diffusers keeps a few of Wan's parameters in float32 whatever `dtype` is asked for. A trainer's forward has all
     in one, as FSDP casts them, so a rollout must as well; what they compute is cast to `dtype` soon after anyway."""
-    for parameter in transformer.parameters() if transformer is not None else ():
+    for parameter in transformer.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 

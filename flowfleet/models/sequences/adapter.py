@@ -116,6 +116,7 @@ class SequenceAdapter(ABC):
                 str(path), config=config, dtype=dtype, local_files_only=True, use_safetensors=True
             )
             staging.move(model, device)
+            staging.align(model)
         else:
             model = empty_model(lambda: cls.model_class._from_config(config, dtype=dtype), dtype)
         if load_format == "dummy":

@@ -57,6 +57,8 @@ def test_a_dummy_model_differs_from_a_loaded_one_in_its_parameters_alone(kind: s
     path, dtype = make_tiny(kind, tmp_path / "model"), torch.bfloat16
     family = adapter_for(path)
     loaded = family.load(path, dtype=dtype)
+    owned = [parameter.data_ptr() for expert in loaded.experts.values() for parameter in expert.parameters()]
+    assert not any(address % 64 for address in owned), "they begin as a trainer's do, not as the mapped file's"
     empty = configurations_of(path, tmp_path / "empty")
     dummy = family.load(empty, dtype=dtype, load_format="dummy")
     assert models_of(dummy).keys() == models_of(loaded).keys()

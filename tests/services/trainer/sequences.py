@@ -22,7 +22,7 @@ from tests.tiny_models.text import VOCABULARY
 
 
 def make_spec(path: Path, algorithm: str = "grpo", /, **parts: dict[str, Any]) -> JobSpec:
-    """3 prompts × 2 sequences of 2 to 8 tokens, one update."""
+    """3 prompts × 2 sequences of 1 to 8 tokens, one update."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "dtype": "float32"},
         "data": {"train": "unused.txt"},
@@ -53,14 +53,14 @@ class Writer:
 
     def write(self, blobs: SyncBlobs, step: int, *, masked: bool = False) -> TrainStepRequest:
         """The whole TrainStepRequest of a step, with made-up advantages that sum to 0 in each group. `masked`: the
-        policy did not write the second token of each sequence."""
+        policy did not write a sequence's second token."""
         rollout, request = self._spec.rollout, TrainStepRequest(job_id=JOB, step=step)
         for group in range(rollout.prompts_per_step):
             generator = torch.Generator().manual_seed(100 * step + group)
             prompt = torch.randint(2, VOCABULARY, (2 + 3 * group,), generator=generator)
             ref = blobs.put(keys.blob(JOB, "embeds", step, group), PromptBlob(prompt).to_bytes())
             for index in range(rollout.group_size):
-                written = self._written(prompt, 2 + (5 * index + 3 * group) % 7, generator, masked=masked)
+                written = self._written(prompt, 1 + (5 * index + 3 * group) % 8, generator, masked=masked)
                 sample = self._sample(blobs, (step, group, index), written)
                 sample.prompt_embeds.CopyFrom(ref)
                 sample.prompt_tokens = len(prompt)
@@ -78,7 +78,7 @@ class Writer:
         with self.adapter.routing.recording() as record:
             log_probs = self.adapter.log_probs([tokens], temperature=part.temperature)
         mask = torch.ones(length, dtype=torch.bool)
-        mask[1] = not masked
+        mask[1:2] = not masked
         routed = None
         if part.routed_experts and record:
             routed = torch.stack([torch.cat(layer) for layer in record], 1).to(torch.uint8)
