@@ -83,7 +83,7 @@ def test_ranks_that_cannot_join_hear_why(
 
     def refused(count: int, **changed: Any) -> str:
         process = start(fleet, job, count, **changed)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=180)
         assert process.returncode
         return said
 

@@ -27,7 +27,7 @@ from tests.forks import start
 from tests.services.rollout.conftest import PROMPTS
 from tests.streamed import streamed
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 class ReplicaProcess:

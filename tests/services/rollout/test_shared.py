@@ -119,7 +119,7 @@ async def test_jobs_that_mix_get_samples_of_their_own_and_a_new_version_stops_no
         jobs = [await Job(c, model, f"mix-{number}", number).store() for number in range(3)]
         newer = await Job(c, model, "mix-0", 9).store()
         calls = [job.c.generate(job.request(alone=False)) for job in jobs for _ in range(2)]
-        *found, last = await asyncio.gather(*calls, newer.c.generate(newer.request(1, alone=False)))
+        *found, last = await asyncio.gather(*calls, newer.c.generate(newer.request(1, alone=False, step=8)))
         for number, samples in enumerate(found):
             assert {(s.id.job_id, s.policy_version) for s in samples} == {(f"mix-{number // 2}", 0)}
             assert len(samples) == 6
