@@ -47,6 +47,12 @@ def up(
     dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
     engine: Annotated[Engine, typer.Option(help="Engine of the rollouts.")] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
+    adapter_slots: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Adapters of jobs on one base that a rollout has ready at once; default: 16 on CPUs, else 0."
+        ),
+    ] = None,
     sequence_parallel_size: Annotated[
         int,
         typer.Option(min=1, help="Accelerators of a rollout, which share samples or weights (engine diffusers)."),

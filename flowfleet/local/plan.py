@@ -269,6 +269,8 @@ def _rollout(
     argv += ["--hang-s", f"{found_out_s(options.hang_s):g}"]
     if pool.max_batch is not None:
         argv += ["--max-batch", str(pool.max_batch)]
+    if pool.adapter_slots is not None:
+        argv += ["--adapter-slots", str(pool.adapter_slots)]
     if each > 1:
         argv += ["--sequence-parallel-size", str(each)]
     if pool.model is not None:

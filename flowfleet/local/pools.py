@@ -45,6 +45,8 @@ class Pool(BaseModel):
     engine: Engine = "diffusers"
     max_batch: int | None = Field(default=None, ge=1)
     """Most rows of one forward; unset: the rollout's default."""
+    adapter_slots: int | None = Field(default=None, ge=0)
+    """Adapters of jobs on one base that are ready at once; unset: the rollout's default."""
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
     """Accelerators of a rollout, which share every sample."""
     devices: tuple[str, ...] | None = None
@@ -60,6 +62,11 @@ class Pool(BaseModel):
             raise ValueError(
                 f"sequence parallel size {each}: the engine {self.engine} samples on one device: give --engine "
                 "diffusers, or engine=diffusers to the pool"
+            )
+        if self.adapter_slots and (each > 1 or self.engine != "diffusers"):
+            raise ValueError(
+                f"adapter slots {self.adapter_slots}: only the engine diffusers on one device samples for several jobs "
+                "at once: give --adapter-slots 0, or adapter_slots=0 to the pool"
             )
         if self.devices is not None and len(self.devices) != each * self.replicas:
             raise ValueError(

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-batch", type=_positive, default=256, help="most rows of one forward")
     flags.add_argument(
         "--adapter-slots",
-        type=int,
+        type=_not_negative,
         help="adapters of jobs on one base that are ready at once, by --engine diffusers (default 16 on CPUs, else 0); "
         "0: it serves one job at a time",
     )
@@ -60,9 +60,17 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
 
 

@@ -104,6 +104,11 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             f"--sequence-parallel-size {options.sequence_parallel_size}: the engine {options.engine} samples on one "
             "device: give --engine diffusers, or --sequence-parallel-size 1"
         )
+    if options.adapter_slots and (options.engine != "diffusers" or options.sequence_parallel_size > 1):
+        raise ValueError(
+            f"--adapter-slots {options.adapter_slots}: only --engine diffusers on one device samples for several jobs "
+            "at once: leave it out, or give 0"
+        )
     settings: dict[str, Any] = {"max_batch": options.max_batch, "threads": options.threads}
     settings["pulse"] = Pulse(options.hang_s, options.stall_s, shared=True)
     if options.engine == "vllm-omni":

@@ -196,6 +196,11 @@ def test_urls_and_model_of_ones_own_win() -> None:
             "judges[0] (q): accelerators=1 but accelerator.backend is gloo",
         ),
         (['pools=[{"name":"p","accelerators":2}]'], "pools[0] (p): accelerators=2 needs the engine diffusers"),
+        (['pools=[{"name":"p","adapterSlots":4}]'], "pools[0] (p): adapterSlots=4 needs the engine diffusers on one"),
+        (
+            ['pools=[{"name":"p","adapterSlots":4,"engine":"diffusers","accelerators":2}]'],
+            "adapterSlots=4 needs the engine diffusers on one accelerator or on CPUs",
+        ),
     ],
 )
 def test_what_cannot_work_is_told_by_name(settings: list[str], told: str) -> None:

@@ -23,6 +23,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         ("bogus=1", "", "bogus"),
         ("controller.bogus=1", "/controller", "bogus"),
         ('pools=[{"name":"a","bogus":1}]', "/pools/0", "bogus"),
+        ('pools=[{"name":"a","adapterSlots":-1}]', "/pools/0/adapterSlots", "minimum"),
         ('pools=[{"name":"a","autoscaling":{"min":1}}]', "/pools/0/autoscaling", "min"),
         ('rewards=[{"name":"a","scorer":"ocr","accelerator":1}]', "/rewards/0", "accelerator"),
         ('rewards=[{"name":"a","scorer":"ocr","accelerators":-1}]', "/rewards/0/accelerators", "minimum"),

@@ -98,6 +98,7 @@ def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
     assert flags(large)["--model"] == "/models/Wan 2.2 T2V A14B"
     assert flags(default)["--max-batch"] == "64"
     assert "--max-batch" not in flags(large)
+    assert "--adapter-slots" not in flags(default)
     assert flags(large)["--stall-s"] == "1200"
     assert large["spec"]["nodeSelector"] == {"accelerator": "h200", "size": "large"}
     assert [item["key"] for item in large["spec"]["tolerations"]] == ["large", "nvidia.com/gpu"]
@@ -107,6 +108,12 @@ def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
     assert rendered.get("PodDisruptionBudget", "rollout-large")["spec"]["maxUnavailable"] == "25%"
     assert rendered.get("ScaledObject", "rollout-large")["spec"]["cooldownPeriod"] == 300  # merged key by key
     assert [doc for doc in rendered.kind("PodDisruptionBudget") if doc["metadata"]["name"].endswith("on-cpus")] == []
+
+
+def test_a_pool_samples_for_several_jobs_where_it_says_so() -> None:
+    rendered = Rendered("nvidia", 'pools=[{"name":"a","engine":"diffusers","adapterSlots":8},{"name":"b"}]')
+    assert flags(rendered.pod("rollout-a"))["--adapter-slots"] == "8"
+    assert "--adapter-slots" not in flags(rendered.pod("rollout-b"))
 
 
 def test_values_of_nothing_override() -> None:

@@ -326,6 +326,7 @@ def test_the_surface_is_what_users_know() -> None:
     assert [name for name, flags in options.items() if "--json" not in flags] == []
     assert {name: [flag for flag in flags if flag != "--json"] for name, flags in options.items()} == {
         "up": [
+            "--adapter-slots",
             "--archive",
             "--data-network",
             "--data-root",

@@ -1,4 +1,5 @@
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,14 @@ def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_th
     argv = by_name["controller"].argv
     assert argv[argv.index("--trainer-devices") + 1] == "2,3"
     assert not any(set(VISIBLE.values()) & set(by_name[name].env) for name in ("redis", "reward-ocr", "controller"))
+
+
+@pytest.mark.parametrize(("slots", "flags"), [(None, []), (0, ["0"]), (8, ["8"])])
+def test_rollouts_have_the_adapter_slots_of_their_pool(tmp_path: Path, slots: int | None, flags: list[str]) -> None:
+    options = StackOptions(state_dir=tmp_path, pools=(Pool(adapter_slots=slots),))
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS)
+    argv = next(process.argv for process in plan.processes if process.name == "rollout-0")
+    assert [after for flag, after in pairwise(argv) if flag == "--adapter-slots"] == flags
 
 
 def test_a_rollout_has_the_accelerators_that_share_its_samples(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from flowfleet.local.stack import StackError
             "w:devices=4,5,6,7,sequence_parallel_size=2",
             Pool(name="w", replicas=2, devices=("4", "5", "6", "7"), sequence_parallel_size=2, dtype="bfloat16"),
         ),
+        ("large:adapter-slots=0", Pool(name="large", adapter_slots=0, dtype="bfloat16")),
         ("large:model=org/name", Pool(name="large", model="org/name", dtype="bfloat16")),
     ],
 )
@@ -38,7 +39,7 @@ def test_a_pool_has_its_own_settings_and_else_the_usual_ones(text: str, pool: Po
     ("text", "message"),
     [
         ("Large", "pool Large: name: 'Large': give up to 40 lowercase letters"),
-        ("a:", "'' is not a setting: write key=value; keys are devices, dtype, engine,"),
+        ("a:", "'' is not a setting: write key=value; keys are adapter_slots, devices, dtype,"),
         ("a:replica=2", "'replica=2' is not a setting"),
         ("a:added=true", "'added=true' is not a setting"),
         ("a:replicas=two", "pool a:replicas=two: replicas: 'two' is not a whole number"),
@@ -51,6 +52,12 @@ def test_a_pool_has_its_own_settings_and_else_the_usual_ones(text: str, pool: Po
         ("a:devices=3-1", "give each once"),
         ("a:engine=other", "engine"),
         ("a:engine=vllm,sequence_parallel_size=2", "engine=diffusers to the pool"),
+        (
+            "a:engine=vllm-omni,adapter_slots=4",
+            "pool a:engine=vllm-omni,adapter_slots=4: adapter slots 4: only the engine",
+        ),
+        ("a:sequence_parallel_size=2,adapter_slots=4", "adapter_slots=0 to the pool"),
+        ("a:adapter_slots=-1", "adapter_slots: Input should be greater than or equal to 0"),
         ("a:model=no/such/folder", "model no/such/folder: there is no such folder"),
     ],
 )

@@ -317,6 +317,13 @@ def followers(process: ReplicaProcess) -> list[psutil.Process]:
     return [child for child in children if "services.rollout.engines.follower" in child.cmdline()]
 
 
+@pytest.mark.parametrize("flags", [["--engine", "vllm-omni"], ["--sequence-parallel-size", "2"]])
+def test_several_jobs_at_once_need_diffusers_on_one_device(flags: list[str]) -> None:
+    options = parser().parse_args([*flags, "--adapter-slots", "4", "--device", "cpu"])
+    with pytest.raises(ValueError, match="--adapter-slots 4: only --engine diffusers on one device"):
+        make_engine(options)
+
+
 def test_another_engine_is_refused() -> None:
     options = parser().parse_args(["--engine", "vllm-omni", "--sequence-parallel-size", "2", "--device", "cpu"])
     with pytest.raises(ValueError, match="--sequence-parallel-size 2: the engine vllm-omni samples on one device"):
